@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from chapbook_shared.lm.openai_model import OpenAIModel
     from chapbook_shared.lm.openvino_model import OpenVINOModel
     from chapbook_shared.lm.scripted import ScriptedModel
-    from chapbook_shared.lm.serve import Faults, serve
+    from chapbook_shared.lm.serve import Faults, Server
 
 _LAZY = {
     "Budget": "budgets",
@@ -40,7 +40,7 @@ _LAZY = {
     "OpenVINOModel": "openvino_model",
     "ResponseCache": "cache",
     "ScriptedModel": "scripted",
-    "serve": "serve",
+    "Server": "serve",
 }
 
 __all__ = [
@@ -62,10 +62,10 @@ __all__ = [
     "Sampling",
     "Score",
     "ScriptedModel",
+    "Server",
     "TokenLogprob",
     "Usage",
     "check_request",
-    "serve",
 ]
 
 

@@ -1,14 +1,14 @@
 """What every model shares: a request is checked, then run alone or with others, from plain code or from a coroutine.
 
-A model inside this process derives from `BatchModel` and implements the batch primitives of the verbs it has; a model behind a
-network derives from `AsyncModel` and implements the coroutines for one request. Both get all nine public methods.
+A model inside this process derives from `BatchModel` and implements the batch primitives of the verbs it has; a model
+behind a network derives from `AsyncModel` and implements the coroutines for one request. Both get all nine public methods.
 
-What the primitives may rely on: every request has passed `check_request`; messages are tuples of `Message`; every prompt is a
-string or a tuple of ints; no list is empty (`score` with no choices never reaches them).
+What the primitives may rely on: every request has passed `check_request`; messages are tuples of `Message`; every prompt
+is a string or a tuple of ints; no list is empty (`score` with no choices never reaches them).
 
-Text and tokens in `score`: a prompt and a choice that are both text are tokenised together, as the one string they form, and the
-choice's tokens are those that end after the prompt does (a token across the border counts as the choice's). Token ids are simply
-concatenated. `prompt_logprobs` follows the same tokenisation of the prompt as `complete`.
+Text and tokens in `score`: a prompt and a choice that are both text are tokenised together, as the one string they form,
+and the choice's tokens are those that end after the prompt does (a token across the border counts as the choice's). Token
+ids are simply concatenated. `prompt_logprobs` follows the same tokenisation of the prompt as `complete`.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ _R = TypeVar("_R")
 class LanguageModelError(RuntimeError):
     """A run of requests stopped: nothing that was answered is lost.
 
-    Raised from one of the `*_many` forms, `index` is the request that failed and `partial` the answers so far, in the order of
-    the requests, None where there is none.
+    Raised from one of the `*_many` forms, `index` is the request that failed and `partial` the answers so far, in the
+    order of the requests, None where there is none.
     """
 
     index: int | None = None
@@ -109,9 +109,7 @@ class _Checked:
 
     def _score_request(self, prompt: Prompt, choices: Sequence[Prompt]) -> ScoreRequest:
         if isinstance(choices, str):
-            raise TypeError(
-                f"choices must be a sequence of continuations, got the string {choices!r}: put it in a list"
-            )
+            raise TypeError(f"choices must be a sequence, got the string {choices!r}: put it in a list")
         prompt, frozen = _frozen(prompt), tuple(_frozen(choice) for choice in choices)
         for part in (prompt, *frozen):
             check_request(self.name, self.capabilities, "score", prompt=part)
@@ -162,10 +160,10 @@ _DEFAULT = Sampling()
 
 
 class BatchModel(_Checked):
-    """A model in this process: all requests of one call are one batch, and coroutines that wait together are batched together.
+    """A model in this process: the requests of one call are one batch, and coroutines that wait together share a batch.
 
-    A subclass sets `name` and `capabilities`, calls `super().__init__()`, and implements the primitives of its verbs. They run
-    one at a time, whatever threads the callers are on, and split what does not fit into memory themselves.
+    A subclass sets `name` and `capabilities`, calls `super().__init__()`, and implements the primitives of its verbs. They
+    run one at a time, whatever threads the callers are on, and split what does not fit into memory themselves.
     """
 
     def __init__(self) -> None:
@@ -302,10 +300,10 @@ class _Loop:
 
 
 class AsyncModel(_Checked):
-    """A model behind a network: requests run concurrently, at most `concurrency` at a time, on one loop of the model's own.
+    """A model behind a network: `*_many` runs `concurrency` requests at a time, on one event loop of the model's own.
 
-    A subclass sets `name` and `capabilities`, calls `super().__init__()`, and implements the coroutines of its verbs. They always
-    run on that one loop, so a client may be kept in the model whatever loops and threads its callers are on.
+    A subclass sets `name` and `capabilities`, calls `super().__init__()`, and implements the coroutines of its verbs. They
+    always run on that one loop, so a client may be kept in the model whatever loops and threads its callers are on.
     """
 
     def __init__(self, *, concurrency: int = 16) -> None:
@@ -397,7 +395,7 @@ class AsyncModel(_Checked):
         return await self._score(prompt, choices) if choices else []
 
     async def _many(self, run: Callable[[_T], Awaitable[_R]], requests: Sequence[_T]) -> list[_R]:
-        """Run all, in bounded concurrency. After a failure nothing new is begun, what is under way is waited for, then raise."""
+        """Run all. After a failure nothing new is begun, what is under way is waited for, and the failure is raised."""
         answers: list[_R | None] = [None] * len(requests)
         waiting = iter(enumerate(requests))
         failures: list[tuple[int, Exception]] = []
@@ -433,9 +431,7 @@ class AsyncModel(_Checked):
         home = self._own_loop()
         if threading.current_thread() is home.thread:
             work.close()
-            raise RuntimeError(
-                f"{self.name} was called from inside its own event loop: await achat, acomplete or ascore"
-            )
+            raise RuntimeError(f"{self.name} was called from its own event loop: await achat, acomplete or ascore")
         return asyncio.run_coroutine_threadsafe(work, home.loop)
 
     def _wait(self, work: Coroutine[Any, Any, _R]) -> _R:
