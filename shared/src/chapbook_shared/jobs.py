@@ -1,0 +1,392 @@
+"""A resumable record store for long jobs, and atomic file writes.
+
+    with Store("run.sqlite", settings={"model": "m", "temperature": 1.0}) as store:
+        for key in store.missing(all_keys):
+            store.put(key, work(key))
+        store.export_jsonl("run.jsonl")
+
+A job killed at any moment, even by kill -9, has in its store exactly the records whose `put` returned; running the same lines again
+does the rest. Records are JSON objects, kept in the order in which they were put.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import secrets
+import sqlite3
+import threading
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import closing, contextmanager
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, Self
+
+from filelock import FileLock, Timeout
+
+Record = dict[str, Any]
+
+_APPLICATION_ID = 0x63686170  # "chap"
+_SCHEMA_VERSION = 1
+_KEYS_A_QUERY = 500  # SQLite builds differ in how many parameters a query may have; all allow 999
+
+
+class StoreLockedError(RuntimeError):
+    """Another process, or another `Store` in this one, is writing to the same file."""
+
+
+class SettingsMismatchError(ValueError):
+    """The store was begun with other settings. `differing` maps each differing name to (stored, given); absent ones are None."""
+
+    def __init__(self, path: Path, differing: Mapping[str, tuple[Any, Any]]):
+        self.differing = dict(differing)
+        lines = "".join(f"\n  {name}: {old!r} in the store, {new!r} now" for name, (old, new) in differing.items())
+        super().__init__(
+            f"{path} was begun with other settings, so its records cannot be mixed with new ones:{lines}\n"
+            "resume with the stored settings, or write to another path"
+        )
+
+
+class Store:
+    """Records of one job in one SQLite file (WAL, synchronous FULL). One writer at a time; readers at any time.
+
+    `settings` are whatever fixes the meaning of a record (JSON values; never secrets, they are stored). A resume with other settings
+    raises `SettingsMismatchError`; `settings=None` accepts whatever is there. `read_only=True` opens an existing store without taking the
+    writer's place. Methods may be called from several threads.
+    """
+
+    def __init__(self, path: str | Path, *, settings: Mapping[str, Any] | None = None, read_only: bool = False):
+        self.path = Path(path)
+        self.read_only = read_only
+        if read_only and not self.path.exists():
+            raise FileNotFoundError(f"no store at {self.path}")
+        self._guard = threading.RLock()
+        self._writer = None if read_only else _become_writer(self.path)
+        try:
+            self._db = self._open()
+            self._settings = self._settle(settings)
+        except BaseException:
+            self.close()
+            raise
+
+    def put(self, key: str, record: Mapping[str, Any], *, replace: bool = False) -> None:
+        """Store one record in a transaction of its own; it is on disk when this returns.
+
+        A key that is there already raises KeyError unless `replace=True`.
+        """
+        self.put_many([(key, record)], replace=replace)
+
+    def put_many(self, records: Iterable[tuple[str, Mapping[str, Any]]], *, replace: bool = False) -> None:
+        """Store a block of records in one transaction: all of them or none."""
+        if self.read_only:
+            raise PermissionError(f"{self.path} was opened with read_only=True")
+        rows = [(_checked_key(key), _encode(key, record)) for key, record in records]
+        insert = "INSERT INTO records (key, record) VALUES (?, ?)"
+        if replace:
+            insert += " ON CONFLICT (key) DO UPDATE SET record = excluded.record"
+        with self._guard, self._transaction() as db:
+            try:
+                db.executemany(insert, rows)
+            except sqlite3.IntegrityError:
+                there = self._known(key for key, _ in rows)
+                twice = sorted(there) or sorted({key for key, _ in rows if sum(key == other for other, _ in rows) > 1})
+                raise KeyError(
+                    f"already stored, or twice in one block: {', '.join(twice[:5])}; pass replace=True to overwrite"
+                ) from None
+
+    def get(self, key: str) -> Record:
+        """The record of `key`; KeyError if there is none."""
+        with self._guard:
+            row = self._db.execute("SELECT record FROM records WHERE key = ?", (key,)).fetchone()
+        if row is None:
+            raise KeyError(key)
+        return _decode(row[0])
+
+    def __contains__(self, key: str) -> bool:
+        with self._guard:
+            return self._db.execute("SELECT 1 FROM records WHERE key = ?", (key,)).fetchone() is not None
+
+    def __len__(self) -> int:
+        with self._guard:
+            return int(self._db.execute("SELECT count(*) FROM records").fetchone()[0])
+
+    def missing(self, keys: Iterable[str]) -> list[str]:
+        """Those of `keys` that have no record yet, in their order, each once."""
+        wanted = list(dict.fromkeys(keys))
+        with self._guard:
+            known = self._known(wanted)
+        return [key for key in wanted if key not in known]
+
+    def keys(self, prefix: str = "") -> list[str]:
+        """The keys that start with `prefix`, in the order in which they were put."""
+        with self._guard:
+            return [key for key, _ in self._select("key, 0", prefix)]
+
+    def items(self, prefix: str = "") -> Iterator[tuple[str, Record]]:
+        """Each key that starts with `prefix`, with its record, in the order in which they were put.
+
+        Reads through a connection of its own: what is put meanwhile is not seen.
+        """
+        with closing(self._reader()) as db:
+            for key, text in self._select("key, record", prefix, db):
+                yield key, _decode(text)
+
+    @property
+    def settings(self) -> Record:
+        """The settings that the store was begun with."""
+        return dict(self._settings)
+
+    def export_jsonl(self, path: str | Path, *, prefix: str = "") -> int:
+        """Write the records, one JSON object a line, atomically; returns how many.
+
+        Python's `json` reads them back exactly: any Unicode string, integers of any size, every float (NaN and the infinities as
+        `NaN`, `Infinity`, `-Infinity`).
+        """
+        count = 0
+        with atomic_write(path) as file:
+            for _, record in self.items(prefix):
+                # A lone surrogate has no UTF-8 form; such a record is written with \u escapes, all others as readable text.
+                line = json.dumps(record, ensure_ascii=False)
+                file.write((line if _has_utf8(line) else json.dumps(record)) + "\n")
+                count += 1
+        return count
+
+    def export_parquet(self, path: str | Path, *, prefix: str = "") -> int:
+        """Write the records as one Parquet file with a column a field, atomically; returns how many.
+
+        A field keeps its own type where Parquet has one for all its values; integers beyond 64 bits become decimals of up to 76 digits.
+        Any other field (mixed types, lone surrogates, larger integers) is written as JSON text, marked `json` in the field's metadata.
+        Needs pyarrow: `pip install 'chapbook-shared[parquet]'`.
+        """
+        from .validate import import_extra
+
+        pa = import_extra("pyarrow", "chapbook-shared[parquet]")
+        pq = import_extra("pyarrow.parquet", "chapbook-shared[parquet]")
+        records = [record for _, record in self.items(prefix)]
+        names = list(dict.fromkeys(name for record in records for name in record))
+        columns = {name: _arrow_column(pa, [record.get(name) for record in records]) for name in names}
+        fields = [
+            pa.field(name, column.type, metadata={"chapbook": "json"} if is_json else None)
+            for name, (column, is_json) in columns.items()
+        ]
+        table = pa.table([column for column, _ in columns.values()], schema=pa.schema(fields))
+        with atomic_write(path, binary=True) as file:
+            pq.write_table(table, file)
+        return len(records)
+
+    def close(self) -> None:
+        """Close the file and let another writer in. Closing twice is harmless."""
+        with self._guard:
+            db = getattr(self, "_db", None)
+            if db is not None:
+                db.close()
+            if self._writer is not None:
+                self._writer.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _open(self) -> sqlite3.Connection:
+        if self.read_only:
+            return self._reader()
+        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        try:
+            _check_format(db, self.path)
+            # Readers go on while the writer writes, and a record is on the disk itself before `put` returns.
+            db.execute("PRAGMA journal_mode = WAL")
+            db.execute("PRAGMA synchronous = FULL")
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _reader(self) -> sqlite3.Connection:
+        # as_uri escapes what is special in a URI; mode=ro never creates a file.
+        db = sqlite3.connect(
+            f"{self.path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
+        )
+        try:
+            _check_format(db, self.path)
+        except BaseException:
+            db.close()
+            raise
+        return db
+
+    def _settle(self, settings: Mapping[str, Any] | None) -> Record:
+        """Create the tables if they are not there, and compare the settings."""
+        given = None if settings is None else _decode(_encode("settings", settings))
+        if not self.read_only:
+            with self._transaction() as db:
+                db.execute(f"PRAGMA application_id = {_APPLICATION_ID}")
+                db.execute(f"PRAGMA user_version = {_SCHEMA_VERSION}")
+                db.execute("CREATE TABLE IF NOT EXISTS settings (settings TEXT NOT NULL)")
+                db.execute(
+                    "CREATE TABLE IF NOT EXISTS records "
+                    "(seq INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, record TEXT NOT NULL)"
+                )
+                if db.execute("SELECT 1 FROM settings").fetchone() is None:
+                    db.execute("INSERT INTO settings VALUES (?)", (json.dumps(given or {}),))
+        stored = _decode(self._db.execute("SELECT settings FROM settings").fetchone()[0])
+        if given is not None:
+            names = dict.fromkeys([*stored, *given])
+            differing = {
+                name: (stored.get(name), given.get(name))
+                for name in names
+                # Compared as text: NaN equals itself, 1 and 1.0 and True differ.
+                if (name in stored, json.dumps(stored.get(name), sort_keys=True))
+                != (name in given, json.dumps(given.get(name), sort_keys=True))
+            }
+            if differing:
+                raise SettingsMismatchError(self.path, differing)
+        return stored
+
+    @contextmanager
+    def _transaction(self) -> Iterator[sqlite3.Connection]:
+        self._db.execute("BEGIN IMMEDIATE")
+        try:
+            yield self._db
+        except BaseException:
+            self._db.execute("ROLLBACK")
+            raise
+        self._db.execute("COMMIT")
+
+    def _known(self, keys: Iterable[str]) -> set[str]:
+        wanted = list(keys)
+        known: set[str] = set()
+        for start in range(0, len(wanted), _KEYS_A_QUERY):
+            block = wanted[start : start + _KEYS_A_QUERY]
+            marks = ",".join("?" * len(block))
+            known.update(key for (key,) in self._db.execute(f"SELECT key FROM records WHERE key IN ({marks})", block))
+        return known
+
+    def _select(self, columns: str, prefix: str, db: sqlite3.Connection | None = None) -> sqlite3.Cursor:
+        query = f"SELECT {columns} FROM records WHERE substr(key, 1, ?) = ? ORDER BY seq"
+        return (db or self._db).execute(query, (len(prefix), prefix))
+
+
+@contextmanager
+def atomic_write(path: str | Path, *, binary: bool = False) -> Iterator[IO[Any]]:
+    """Write a file so that a reader sees the old content or the new, never a part, whatever happens meanwhile.
+
+    Text is UTF-8 with `\\n` line ends. If the block raises, the old file stays.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+    mode: dict[str, Any] = {"mode": "xb"} if binary else {"mode": "x", "encoding": "utf-8", "newline": "\n"}
+    try:
+        with open(temporary, **mode) as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        if path.exists():
+            temporary.chmod(path.stat().st_mode & 0o777)
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    _sync_directory(path.parent)
+
+
+def _become_writer(path: Path) -> FileLock:
+    lock = FileLock(f"{path}.lock")
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise StoreLockedError(
+            f"{path} is being written by another process or another open Store: close that one first, or open this with read_only=True"
+        ) from None
+    return lock
+
+
+def _check_format(db: sqlite3.Connection, path: Path) -> None:
+    try:
+        (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+    except sqlite3.DatabaseError as error:
+        raise ValueError(f"{path} is not a record store: {error}") from error
+    if tables and application != _APPLICATION_ID:
+        raise ValueError(f"{path} is an SQLite file of another program, not a record store")
+    if version > _SCHEMA_VERSION:
+        raise ValueError(
+            f"{path} has format {version}, newer than this library reads ({_SCHEMA_VERSION}): upgrade chapbook-shared"
+        )
+
+
+def _checked_key(key: str) -> str:
+    if not isinstance(key, str) or not key or not _has_utf8(key) or "\x00" in key:
+        raise ValueError(f"key must be a non-empty Unicode string without NUL or lone surrogates, got {key!r}")
+    return key
+
+
+def _encode(key: str, record: Mapping[str, Any]) -> str:
+    if not isinstance(record, Mapping):
+        raise TypeError(f"record of {key!r} must be a mapping of names to JSON values, got {type(record).__name__}")
+    _check_names(record, f"record of {key!r}")
+    try:
+        return json.dumps(dict(record))
+    except (TypeError, ValueError, RecursionError) as error:
+        raise TypeError(f"record of {key!r} must hold JSON values only: {error}") from error
+
+
+def _check_names(value: Any, where: str) -> None:
+    # json.dumps would turn the name 1 into "1" without a word.
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            if not isinstance(name, str):
+                raise TypeError(f"{where} has the name {name!r}: names must be strings")
+            _check_names(inner, where)
+    elif isinstance(value, list | tuple):
+        for inner in value:
+            _check_names(inner, where)
+
+
+def _decode(text: str) -> Record:
+    record: Record = json.loads(text)
+    return record
+
+
+def _has_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _arrow_column(pa: Any, values: list[Any]) -> tuple[Any, bool]:
+    """The values as an Arrow array, and whether they had to be written as JSON text."""
+    kinds = {type(value) for value in values if value is not None}
+    # Arrow would join integers to floats, and mappings of different shapes to one; both lose what the record said.
+    if len(kinds) <= 1 and not kinds & {dict, list}:
+        types: tuple[Any, ...] = (pa.int64(), pa.uint64(), pa.decimal256(76)) if kinds == {int} else (None,)
+        for kind in types:
+            try:
+                return pa.array(values, type=kind), False
+            except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError):
+                continue
+    if kinds == {list} and len({type(item) for value in values if value for item in value}) <= 1:
+        try:
+            column = pa.array(values)
+            if column.to_pylist() == values:
+                return column, False
+        except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError):
+            pass
+    return pa.array([None if value is None else json.dumps(value) for value in values], type=pa.string()), True
+
+
+def _sync_directory(directory: Path) -> None:
+    """Make a rename durable. Systems whose directories cannot be opened (Windows) do this by themselves."""
+    try:
+        handle = os.open(directory, os.O_RDONLY)
+    except OSError:
+        return
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,325 @@
+import json
+import math
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from chapbook_shared.jobs import SettingsMismatchError, Store, StoreLockedError, atomic_write
+
+SETTINGS = {"model": "m", "temperature": 0.5}
+
+
+@pytest.fixture
+def path(tmp_path):
+    return tmp_path / "run.sqlite"
+
+
+def test_what_was_put_is_found_again_in_order(path):
+    with Store(path, settings=SETTINGS) as store:
+        store.put("b", {"x": 1})
+        store.put_many([("a", {"x": 2}), ("c", {"x": 3})])
+    with Store(path, settings=SETTINGS) as store:
+        assert list(store.items()) == [("b", {"x": 1}), ("a", {"x": 2}), ("c", {"x": 3})]
+        assert store.missing(["a", "z", "b", "z", "y"]) == ["z", "y"]
+        assert "a" in store
+        assert "z" not in store
+        assert len(store) == 3
+        assert store.get("c") == {"x": 3}
+        with pytest.raises(KeyError):
+            store.get("z")
+
+
+def test_prefix_selects_literally(path):
+    with Store(path) as store:
+        store.put_many([("a%/1", {}), ("a_/1", {}), ("ab/1", {}), ("A%/1", {})])
+        assert store.keys("a%") == ["a%/1"]
+        assert [key for key, _ in store.items("a_")] == ["a_/1"]
+
+
+def test_a_key_is_stored_once_unless_replaced(path):
+    with Store(path) as store:
+        store.put("a", {"x": 1})
+        with pytest.raises(KeyError, match="a; pass replace=True"):
+            store.put("a", {"x": 2})
+        assert store.get("a") == {"x": 1}
+        store.put("a", {"x": 2}, replace=True)
+        assert list(store.items()) == [("a", {"x": 2})]
+
+
+def test_a_block_is_stored_whole_or_not_at_all(path):
+    with Store(path) as store:
+        store.put("c", {})
+        with pytest.raises(KeyError, match="c"):
+            store.put_many([("a", {}), ("b", {}), ("c", {})])
+        with pytest.raises(KeyError, match="twice in one block: d"):
+            store.put_many([("d", {}), ("d", {})])
+        assert store.keys() == ["c"]
+
+
+def test_a_second_writer_is_refused_and_a_reader_is_not(path):
+    with Store(path, settings=SETTINGS) as first:
+        first.put("a", {"x": 1})
+        with pytest.raises(StoreLockedError, match=r"run\.sqlite is being written"):
+            Store(path, settings=SETTINGS)
+        with Store(path, read_only=True) as reader:
+            assert reader.get("a") == {"x": 1}
+            first.put("b", {"x": 2})
+            assert reader.keys() == ["a", "b"]
+            with pytest.raises(PermissionError, match="read_only"):
+                reader.put("c", {})
+    with Store(path, settings=SETTINGS) as second:
+        assert len(second) == 2
+
+
+def test_a_writer_in_another_process_is_refused(path):
+    script = f"from chapbook_shared.jobs import Store\nStore({str(path)!r})"
+    with Store(path):
+        run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert "StoreLockedError" in run.stderr
+
+
+def test_a_resume_with_other_settings_names_each_difference(path):
+    Store(path, settings={"model": "m", "n": 1, "gone": True}).close()
+    with pytest.raises(SettingsMismatchError) as caught:
+        Store(path, settings={"model": "m", "n": 2, "new": None})
+    assert caught.value.differing == {"n": (1, 2), "gone": (True, None), "new": (None, None)}
+    assert "n: 1 in the store, 2 now" in str(caught.value)
+    with Store(path) as store:  # the refused one has let go of the file
+        assert store.settings == {"model": "m", "n": 1, "gone": True}
+
+
+def test_settings_with_nan_equal_themselves_and_types_differ(path):
+    Store(path, settings={"x": math.nan, "y": 1}).close()
+    Store(path, settings={"x": math.nan, "y": 1}).close()
+    with pytest.raises(SettingsMismatchError):
+        Store(path, settings={"x": math.nan, "y": True})
+
+
+@pytest.mark.parametrize("key", ["", "a\x00b", "\ud800", 3])
+def test_bad_keys_are_refused(path, key):
+    with Store(path) as store, pytest.raises(ValueError, match="key must be a non-empty"):
+        store.put(key, {})
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ([1], "must be a mapping"),
+        ({"x": {1: 2}}, "has the name 1: names must be strings"),
+        ({"x": b"bytes"}, "JSON values only"),
+        ({"x": {1, 2}}, "JSON values only"),
+    ],
+)
+def test_records_that_json_would_change_or_refuse_are_refused(path, record, message):
+    with Store(path) as store, pytest.raises(TypeError, match=message):
+        store.put("k", record)
+
+
+def test_files_of_other_kinds_are_refused(tmp_path):
+    import sqlite3
+
+    text = tmp_path / "notes.txt"
+    text.write_text("not a database, but long enough to have a header " * 4, encoding="utf-8")
+    with pytest.raises(ValueError, match="is not a record store"):
+        Store(text)
+    other = tmp_path / "other.sqlite"
+    with sqlite3.connect(other) as db:
+        db.execute("CREATE TABLE t (x)")
+    db.close()
+    with pytest.raises(ValueError, match="of another program"):
+        Store(other)
+    newer = tmp_path / "newer.sqlite"
+    Store(newer).close()
+    with sqlite3.connect(newer) as db:
+        db.execute("PRAGMA user_version = 99")
+    db.close()
+    with pytest.raises(ValueError, match="upgrade chapbook-shared"):
+        Store(newer)
+    with pytest.raises(FileNotFoundError, match="no store at"):
+        Store(tmp_path / "absent.sqlite", read_only=True)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def same(a, b):
+    """Equal, with NaN equal to itself and 1, 1.0 and True distinct."""
+    return json.dumps(a, sort_keys=True) == json.dumps(b, sort_keys=True)
+
+
+@settings(max_examples=60, deadline=None)
+@given(records=st.lists(st.dictionaries(st.text(max_size=4), json_values, max_size=4), max_size=5))
+def test_any_json_record_comes_back_from_store_and_jsonl(tmp_path_factory, records):
+    folder = tmp_path_factory.mktemp("records")
+    with Store(folder / "s.sqlite") as store:
+        store.put_many((str(i), record) for i, record in enumerate(records))
+        assert same([record for _, record in store.items()], records)
+        assert store.export_jsonl(folder / "out.jsonl") == len(records)
+    lines = (folder / "out.jsonl").read_bytes().decode("utf-8").split("\n")
+    assert same([json.loads(line) for line in lines[:-1]], records)
+
+
+def test_parquet_keeps_what_its_types_can_say(path, tmp_path):
+    import pyarrow.parquet as pq
+
+    records = [
+        {
+            "text": "naïve 🧪\n",
+            "nan": math.nan,
+            "int": 2**63 - 1,
+            "big": 2**64,
+            "huge": 10**80,
+            "mixed": 1,
+            "list": [1, 2],
+            "bad": "\ud800",
+        },
+        {
+            "text": None,
+            "nan": None,
+            "int": -1,
+            "big": 1,
+            "huge": 1,
+            "mixed": 0.5,
+            "list": [],
+            "bad": "ok",
+            "late": True,
+        },
+    ]
+    with Store(path) as store:
+        store.put_many((str(i), record) for i, record in enumerate(records))
+        assert store.export_parquet(tmp_path / "out.parquet") == 2
+    table = pq.read_table(tmp_path / "out.parquet")
+    column = {name: table[name].to_pylist() for name in table.column_names}
+    assert column["text"] == ["naïve 🧪\n", None]
+    assert math.isnan(column["nan"][0])
+    assert column["nan"][1] is None
+    assert column["int"] == [2**63 - 1, -1]
+    assert [int(value) for value in column["big"]] == [2**64, 1]
+    assert column["list"] == [[1, 2], []]
+    assert column["late"] == [None, True]
+    is_json = [name for name in table.column_names if table.schema.field(name).metadata == {b"chapbook": b"json"}]
+    assert is_json == ["huge", "mixed", "bad"]
+    for name in is_json:
+        assert [json.loads(value) for value in column[name]] == [record[name] for record in records]
+
+
+def test_an_empty_store_exports_empty_files(path, tmp_path):
+    import pyarrow.parquet as pq
+
+    with Store(path) as store:
+        assert store.export_jsonl(tmp_path / "out.jsonl") == 0
+        assert store.export_parquet(tmp_path / "out.parquet") == 0
+    assert (tmp_path / "out.jsonl").read_text(encoding="utf-8") == ""
+    assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
+
+
+def test_threads_may_share_a_store(path):
+    with Store(path) as store:
+        workers = [
+            threading.Thread(target=lambda w=w: [store.put(f"{w}/{i}", {"i": i}) for i in range(20)]) for w in range(8)
+        ]
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join()
+        assert len(store) == 160
+
+
+def test_atomic_write_replaces_whole_files_and_keeps_the_old_on_error(tmp_path):
+    target = tmp_path / "out.txt"
+    with atomic_write(target) as file:
+        file.write("öld\n")
+    assert target.read_bytes() == "öld\n".encode()
+    target.chmod(0o640)
+    with pytest.raises(TypeError), atomic_write(target) as file:
+        file.writelines(["half", None])
+    assert target.read_bytes() == "öld\n".encode()
+    with atomic_write(target, binary=True) as file:
+        file.write(b"\x00\xff")
+    assert target.read_bytes() == b"\x00\xff"
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert os.listdir(tmp_path) == ["out.txt"]
+
+
+# Puts records until killed, and says on stdout which have been put.
+WORKER = """
+import sys
+from chapbook_shared.jobs import Store
+path, total, block = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
+with Store(path, settings={"total": total}) as store:
+    left = store.missing(str(i) for i in range(total))
+    for start in range(0, len(left), block):
+        keys = left[start:start + block]
+        store.put_many((key, {"key": key, "text": "x" * 200}) for key in keys)
+        print(*keys, sep="\\n", flush=True)
+print("done", flush=True)
+"""
+
+
+def kill_until_done(path, *, total, block, longest, seed):
+    """Run the worker, killing it at random moments, until one run finishes. Returns the keys said to be put, and the number of kills."""
+    moments = random.Random(seed)
+    said, kills = [], 0
+    while True:
+        command = [sys.executable, "-c", WORKER, str(path), str(total), str(block)]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
+            timer = threading.Timer(moments.uniform(0.0, longest), worker.send_signal, [signal.SIGKILL])
+            timer.start()
+            lines = worker.stdout.read().split("\n")
+            worker.wait()
+            timer.cancel()
+        # The last line may be torn by the kill; what stands before it was put.
+        said += [line for line in lines[:-1] if line and line != "done"]
+        if "done" in lines:
+            return said, kills
+        kills += 1
+
+
+def check_nothing_lost_or_repeated(path, said, total):
+    with Store(path, settings={"total": total}) as store:
+        assert sorted(store.keys(), key=int) == [str(i) for i in range(total)]
+        assert all(record == {"key": key, "text": "x" * 200} for key, record in store.items())
+    assert len(said) == len(set(said)), "a record that was put has been done again"
+
+
+def test_kill_9_loses_and_repeats_nothing(path):
+    said, kills = kill_until_done(path, total=3000, block=1, longest=0.4, seed=0)
+    check_nothing_lost_or_repeated(path, said, 3000)
+    assert kills >= 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("block", [1, 7])
+def test_hundreds_of_kills_lose_and_repeat_nothing(tmp_path, block):
+    kills = run = 0
+    while kills < 150:
+        path = tmp_path / f"{run}.sqlite"
+        said, died = kill_until_done(path, total=4000, block=block, longest=0.25, seed=run)
+        check_nothing_lost_or_repeated(path, said, 4000)
+        kills, run = kills + died, run + 1
+    print(f"{kills} kills in {run} jobs")
+
+
+@pytest.mark.slow
+def test_a_hundred_thousand_records_in_blocks(path):
+    start = time.perf_counter()
+    with Store(path) as store:
+        for block in range(100):
+            store.put_many((f"{block}/{i}", {"i": i, "text": "small"}) for i in range(1000))
+        written = time.perf_counter() - start
+        start = time.perf_counter()
+        assert store.get("57/123") == {"i": 123, "text": "small"}
+        found = time.perf_counter() - start
+    print(f"written in {written:.2f} s, one found in {found * 1e3:.3f} ms")
