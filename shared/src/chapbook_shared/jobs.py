@@ -20,9 +20,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import IO, Any, Self
+from typing import IO, TYPE_CHECKING, Any, Self
 
-from filelock import FileLock, Timeout
+if TYPE_CHECKING:
+    from filelock import FileLock
 
 Record = dict[str, Any]
 
@@ -293,6 +294,8 @@ def atomic_write(path: str | Path, *, binary: bool = False) -> Iterator[IO[Any]]
 
 
 def _become_writer(path: Path) -> FileLock:
+    from filelock import FileLock, Timeout
+
     lock = FileLock(f"{path}.lock")
     try:
         lock.acquire(blocking=False)
