@@ -28,10 +28,13 @@ def uses_jaxtyping(folder: Path) -> bool:
     return any("jaxtyping" in module.read_text(encoding="utf-8") for module in folder.rglob("*.py"))
 
 
+# As for the static checker, an int is good where a float is asked for.
+CHECKER = "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))"
+
 # At import time, not in a hook: the packages' own conftest files are loaded, and may import them, before any hook runs.
 install_import_hook(
     [name for name, folder in import_packages().items() if uses_jaxtyping(folder)],
-    "beartype.beartype",
+    CHECKER,
 )
 
 
