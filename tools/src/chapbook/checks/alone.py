@@ -52,7 +52,7 @@ class Environment:
         run_uv("pip", "install", "--quiet", "--python", str(self.python), *map(str, wheels), cwd=self.folder)
 
     def variables(self) -> dict[str, str]:
-        dropped = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
+        dropped = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
         kept = {name: value for name, value in os.environ.items() if name not in dropped}
         return {
             **kept,
