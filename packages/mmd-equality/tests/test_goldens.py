@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from mmd_equality import AllSubstrings, Hamming, KSpectrum, Samples, two_sample_test
+from mmd_equality import AllSubstrings, Hamming, KSpectrum, Samples, goodness_of_fit, two_sample_test
 from mmd_equality.kernels import Block
 from mmd_equality.permutation import GramProblem, Stratum
 
@@ -103,3 +103,30 @@ def test_exact_p_equals_full_enumeration(case):
     assert round(result.pvalue * result.n_draws) == case["n_ge_observed"]
     assert result.pvalue == pytest.approx(case["exact_p"], abs=1e-12)
     assert result.statistic == pytest.approx(case["observed_hamming"], abs=1e-12)
+
+
+FIT = json.loads((DATA / "goodness_of_fit.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("g2", "g_squared"),
+        ("chi2", "chi_squared"),
+        ("truncated_chi2", "truncated_chi_squared"),
+        ("l1", "L1"),
+        ("l2", "L2"),
+    ],
+)
+def test_goodness_of_fit_equals_the_official_statistics(name, key):
+    table = {
+        prompt: {tuple(s): float(np.log(p)) for s, p in zip(FIT["sequences"], FIT["probs"][prompt], strict=True)}
+        for prompt in (0, 1)
+    }
+    sample = Samples(FIT["prompts"], FIT["completions"], design="random")
+    result = goodness_of_fit(
+        sample, table, prompt_distribution=dict(enumerate(FIT["prompt_distribution"])), statistic=name,
+        n_simulations=199, random_state=0,
+    )  # fmt: skip
+    assert result.statistic == pytest.approx(FIT["official"][key], rel=1e-4)
+    assert 0 < result.pvalue <= 1

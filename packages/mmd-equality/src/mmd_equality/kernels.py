@@ -365,11 +365,15 @@ class Callable(_GramMixin):
         completions = list(block.completions)
         n = len(completions)
         if n != len(block.rows):
-            raise ValueError("a Callable kernel needs the completions themselves: call it through two_sample_test or gram")
+            raise ValueError(
+                "a Callable kernel needs the completions themselves: call it through two_sample_test or gram"
+            )
         if self.features is not None:
             matrix = np.asarray(self.features(completions), dtype=np.float64)
             if matrix.ndim != 2 or len(matrix) != n:
-                raise ValueError(f"features must return a matrix [{n}, d] for {n} completions, got shape {matrix.shape}")
+                raise ValueError(
+                    f"features must return a matrix [{n}, d] for {n} completions, got shape {matrix.shape}"
+                )
             values = np.asarray(self.f(matrix, matrix), dtype=np.float64)
             if values.shape != (n, n):
                 raise ValueError(f"the kernel must return [{n}, {n}] for two matrices of {n} rows, got {values.shape}")

@@ -280,7 +280,9 @@ class BaselineProblem:
         return self.evaluate([labels[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)])[0]
 
     def observed(self) -> tuple[float, None]:
-        return float(self.evaluate([_first(len(c), n[0]) for c, n in zip(self.codes, self.sizes, strict=True)])[0][0]), None
+        return float(
+            self.evaluate([_first(len(c), n[0]) for c, n in zip(self.codes, self.sizes, strict=True)])[0][0]
+        ), None
 
 
 def _first(n: int, k: int) -> NDArray[np.float32]:
@@ -334,10 +336,16 @@ def draw_labels(
 
 
 def assignments(sizes: Sequence[tuple[int, int]], *, pooled: bool = False) -> int:
-    """Number of distinct label assignments: the product over prompts of C(n_x + n_y, n_x), or one binomial when pooled."""
+    """Number of distinct label assignments: the product over prompts of C(n_x + n_y, n_x), or one binomial when pooled.
+
+    Counted up to 10^15; larger numbers, which nobody lists, come back as 10^15.
+    """
     if pooled:
-        n_x, n_y = (sum(s[side] for s in sizes) for side in (0, 1))
-        return math.comb(n_x + n_y, n_x)
+        sizes = [(sum(s[0] for s in sizes), sum(s[1] for s in sizes))]
+    most = 10**15
+    logarithm = sum(math.lgamma(a + b + 1) - math.lgamma(a + 1) - math.lgamma(b + 1) for a, b in sizes)
+    if logarithm > math.log(most):
+        return most
     return math.prod(math.comb(a + b, a) for a, b in sizes)
 
 
@@ -446,9 +454,7 @@ def exact_null(problem: Any, *, pooled: bool = False, limit: int = 2_000_000) ->
         if prompt_hits is not None and prompts is not None and each is not None:
             prompt_hits += _at_least(prompts, each[:, None]).sum(axis=1)
     values = np.concatenate(blocks)
-    return NullDraws(
-        values, int(_at_least(values, observed).sum()), total, exact=True, per_prompt_exceed=prompt_hits
-    )
+    return NullDraws(values, int(_at_least(values, observed).sum()), total, exact=True, per_prompt_exceed=prompt_hits)
 
 
 def simulated_null(

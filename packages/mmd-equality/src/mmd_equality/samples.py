@@ -52,7 +52,9 @@ class Samples:
         ids = tuple(label if isinstance(label, str) else int(label) for label in ids)
         raw = list(self.completions)
         if len(ids) != len(raw):
-            raise ValueError(f"prompt_ids has {len(ids)} entries but completions has {len(raw)}: one label a completion")
+            raise ValueError(
+                f"prompt_ids has {len(ids)} entries but completions has {len(raw)}: one label a completion"
+            )
         if self.level not in (None, "char", "token"):
             raise ValueError(f"level must be 'char' or 'token', got {self.level!r}")
         if self.design not in ("fixed", "random"):
@@ -108,14 +110,20 @@ class Samples:
         ids: list[PromptId] = []
         completions: list[Any] = []
         failures: Counter[PromptId] = Counter()
-        gathered: dict[str, Counter[str]] = {"settings_hash": Counter(), "served_model": Counter(), "provider": Counter()}
+        gathered: dict[str, Counter[str]] = {
+            "settings_hash": Counter(),
+            "served_model": Counter(),
+            "provider": Counter(),
+        }
         finish: Counter[str] = Counter()
         usage = {"prompt_tokens": 0, "completion_tokens": 0, "rows": 0}
         warned: Counter[str] = Counter()
         requested = 0
         for number, row in enumerate(rows, 1):
             if "prompt_id" not in row:
-                raise ValueError(f"{source}, row {number}: no 'prompt_id' (fields: {', '.join(map(str, row)) or 'none'})")
+                raise ValueError(
+                    f"{source}, row {number}: no 'prompt_id' (fields: {', '.join(map(str, row)) or 'none'})"
+                )
             label = row["prompt_id"]
             requested = max(requested, int(row.get("max_tokens") or 0))
             for code in row.get("warnings") or ():
@@ -166,7 +174,11 @@ class Samples:
 
     @classmethod
     def from_dataset(
-        cls, dataset: Iterable[Mapping[str, Any]], *, prompt_column: str = "prompt_id", completion_column: str = "completion"
+        cls,
+        dataset: Iterable[Mapping[str, Any]],
+        *,
+        prompt_column: str = "prompt_id",
+        completion_column: str = "completion",
     ) -> Samples:
         """From a Hugging Face dataset, or any iterable of mappings with these two columns."""
         rows = [(row[prompt_column], row[completion_column]) for row in dataset]
@@ -259,7 +271,9 @@ class Samples:
 
         max_length None means the longest completion (at least 1).
         """
-        if max_length is not None and (isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1):
+        if max_length is not None and (
+            isinstance(max_length, bool) or not isinstance(max_length, int) or max_length < 1
+        ):
             raise ValueError(f"max_length must be an integer of at least 1, got {max_length!r}")
         if pad >= 0:
             raise ValueError(f"pad must be negative, outside every alphabet; got {pad}")
@@ -359,7 +373,9 @@ def _checked(completion: Any, row: int, level: Level) -> Any:
         raise TypeError(f"completions[{row}] must be a flat sequence of integers, got {type(completion).__name__}")
     ids = tuple(int(t) for t in array.ravel()) if array.size else ()
     if ids and (min(ids) < 0 or max(ids) >= 2**31):
-        raise ValueError(f"completions[{row}] has a token id outside [0, 2**31): {min(ids) if min(ids) < 0 else max(ids)}")
+        raise ValueError(
+            f"completions[{row}] has a token id outside [0, 2**31): {min(ids) if min(ids) < 0 else max(ids)}"
+        )
     return ids
 
 
