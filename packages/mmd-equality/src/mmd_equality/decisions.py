@@ -10,6 +10,7 @@ A verdict is one of
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -124,7 +125,7 @@ class SequentialAudit:
         looks = list(self.looks)
         if not looks or any(isinstance(n, bool) or int(n) != n or n < 2 for n in looks):
             raise ValueError(f"looks must list completions per prompt, integers of at least 2; got {looks!r}")
-        if any(b <= a for a, b in zip(looks[:-1], looks[1:], strict=True)):
+        if any(b <= a for a, b in itertools.pairwise(looks)):
             raise ValueError(f"looks must increase, got {looks!r}")
         self.looks = [int(n) for n in looks]
         if isinstance(self.spending, str):

@@ -20,7 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import combinations
+from itertools import combinations, pairwise
 from typing import Any, Protocol
 
 import numpy as np
@@ -146,7 +146,7 @@ class GramProblem:
     def evaluate_pooled(self, labels: NDArray[Any]) -> NDArray[np.float64]:
         """Statistic for labels [N, B] over all rows, strata one after the other; counts per prompt differ from draw to draw."""
         bounds = np.cumsum([0, *(s.n for s in self.strata)])
-        parts = [labels[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        parts = [labels[a:b] for a, b in pairwise(bounds)]
         return mmd2(self.sums(parts, counts_vary=True), self.normalization, self.weights)
 
     def observed(self) -> tuple[float, NDArray[np.float64]]:
@@ -223,7 +223,7 @@ class MatchProblem:
 
     def evaluate_pooled(self, labels: NDArray[Any]) -> NDArray[np.float64]:
         bounds = np.cumsum([0, *(len(r) for r in self.rows)])
-        parts = [labels[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        parts = [labels[a:b] for a, b in pairwise(bounds)]
         return mmd2(self.sums(parts, counts_vary=True), self.normalization, self.weights)
 
     def observed(self) -> tuple[float, NDArray[np.float64]]:
@@ -277,7 +277,7 @@ class BaselineProblem:
 
     def evaluate_pooled(self, labels: NDArray[Any]) -> NDArray[np.float64]:
         bounds = np.cumsum([0, *(len(c) for c in self.codes)])
-        return self.evaluate([labels[a:b] for a, b in zip(bounds[:-1], bounds[1:], strict=True)])[0]
+        return self.evaluate([labels[a:b] for a, b in pairwise(bounds)])[0]
 
     def observed(self) -> tuple[float, None]:
         return float(

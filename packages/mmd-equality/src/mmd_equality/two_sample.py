@@ -132,8 +132,8 @@ class TestResult:
         lines = [
             f"{name} = {self.statistic:.6g}{interval}",
             f"p = {self.pvalue:.4g} ({self.null} null, {self.n_draws} draws, strata: {self.strata}): equality {verdict}",
-            f"{self.n_x} + {self.n_y} completions of {len(self.per_prompt)} prompts, kernel {self.kernel}, "
-            f"{self.level} level, length {self.max_length}",
+            (f"{self.n_x} + {self.n_y} completions of {len(self.per_prompt)} prompts, kernel {self.kernel}, "
+            f"{self.level} level, length {self.max_length}"),
         ]
         known = [e for e in self.per_prompt if e.mmd2 is not None]
         if self.statistic_name == "mmd" and len(known) > 1:
