@@ -5,6 +5,7 @@ A demo that raises, exits, is killed or hangs is reported in its place; the othe
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
@@ -80,7 +81,8 @@ def run_demo(name: str, *, seed: int, timeout: float) -> Outcome:
         folder = Path(scratch)
         # -P: the current folder is no source of modules. What a demo prints goes to stderr, stdout is for our result.
         command = [sys.executable, "-P", "-m", "chapbook.run_demo", name, str(seed), str(folder)]
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2)
+        environment = {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", **os.environ}
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
