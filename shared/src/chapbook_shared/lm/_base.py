@@ -17,6 +17,7 @@ import asyncio
 import hashlib
 import os
 import threading
+import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Any, Self, TypeVar
@@ -294,9 +295,29 @@ class _Loop:
 
     def __init__(self) -> None:
         self.pid = os.getpid()
-        self.loop = asyncio.new_event_loop()
-        self.thread = threading.Thread(target=self.loop.run_forever, name="chapbook-lm-loop", daemon=True)
+        self.closers: list[Callable[[], Awaitable[object]]] = []
+        """Awaited on the loop when it ends."""
+        started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]] = Future()
+        self.thread = threading.Thread(
+            target=asyncio.run, args=[self._main(started)], name="chapbook-lm-loop", daemon=True
+        )
         self.thread.start()
+        self.loop, self._stopping = started.result()
+
+    async def _main(self, started: Future[tuple[asyncio.AbstractEventLoop, asyncio.Event]]) -> None:
+        stopping = asyncio.Event()
+        started.set_result((asyncio.get_running_loop(), stopping))
+        await stopping.wait()
+        for close in self.closers:
+            await close()
+
+    def stop(self) -> None:
+        """Cancel what is under way, close what was opened, end the thread."""
+        if self.pid != os.getpid() or not self.thread.is_alive():
+            return
+        self.loop.call_soon_threadsafe(self._stopping.set)
+        if threading.current_thread() is not self.thread:  # it is when the garbage collector runs there
+            self.thread.join(timeout=5)
 
 
 class AsyncModel(_Checked):
@@ -325,9 +346,6 @@ class AsyncModel(_Checked):
     async def _prompt_logprobs(self, prompt: Prompt) -> tuple[TokenLogprob, ...]:
         """Optional: see `BatchModel._prompt_logprobs_batch`."""
         raise NotImplementedError
-
-    async def _close(self) -> None:
-        """Close the client."""
 
     def chat(
         self, messages: Messages, sampling: Sampling = _DEFAULT, *, schema: JsonSchema | None = None
@@ -381,14 +399,10 @@ class AsyncModel(_Checked):
         return await self._at_home(self._prompt_logprobs(_frozen(prompt)))
 
     def close(self) -> None:
-        home = self._home
-        if home is None or home.pid != os.getpid():
-            return
-        self._wait(self._close())
-        self._home = None
-        home.loop.call_soon_threadsafe(home.loop.stop)
-        home.thread.join()
-        home.loop.close()
+        with self._home_lock:
+            home, self._home = self._home, None
+        if home is not None:
+            home.stop()
 
     async def _scores(self, request: ScoreRequest) -> list[Score]:
         prompt, choices = request
@@ -425,6 +439,7 @@ class AsyncModel(_Checked):
         with self._home_lock:
             if self._home is None or self._home.pid != os.getpid():  # a fork has no threads but its own
                 self._home = _Loop()
+                weakref.finalize(self, self._home.stop)
             return self._home
 
     def _submit(self, work: Coroutine[Any, Any, _R]) -> Future[_R]:
