@@ -1,0 +1,101 @@
+"""What a tool is, and what came back from calling it."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
+
+JsonSchema = Mapping[str, Any]
+
+ErrorKind = Literal["invalid_arguments", "tool_error", "transient", "auth", "timeout", "died", "not_executed"]
+
+
+@dataclass(frozen=True)
+class Hints:
+    """What the tool's owner says about its effects; None where nothing is said. Hints are claims, not guarantees."""
+
+    read_only: bool | None = None
+    idempotent: bool | None = None
+    destructive: bool | None = None
+
+
+@dataclass(frozen=True)
+class ToolSpec:
+    """A tool as a model sees it: name, description and the JSON Schema of its arguments.
+
+    `source` says where it came from (a file, a server, a function), for messages and for the store.
+    """
+
+    name: str
+    description: str
+    input_schema: JsonSchema = field(default_factory=lambda: {"type": "object", "properties": {}})
+    hints: Hints = Hints()
+    source: str = ""
+
+    @property
+    def parameters(self) -> dict[str, JsonSchema]:
+        """Each parameter with its schema, in order."""
+        return dict(self.input_schema.get("properties", {}))
+
+    @property
+    def required(self) -> tuple[str, ...]:
+        return tuple(self.input_schema.get("required", ()))
+
+    @property
+    def parameter_docs(self) -> dict[str, str]:
+        """The description of each parameter, empty where there is none."""
+        return {name: str(schema.get("description", "")) for name, schema in self.parameters.items()}
+
+    def with_docs(self, description: str, parameters: Mapping[str, str] | None = None) -> ToolSpec:
+        """The same tool with other words: names, types and everything else stay.
+
+        Parameters that are not named keep their description. Raises KeyError for one that the tool does not have.
+        """
+        schema = copy.deepcopy(dict(self.input_schema))
+        for name, text in (parameters or {}).items():
+            if name not in schema.get("properties", {}):
+                raise KeyError(
+                    f"tool {self.name} has no parameter {name!r}, only {', '.join(self.parameters) or 'none'}"
+                )
+            if text:
+                schema["properties"][name]["description"] = text
+        return replace(self, description=description, input_schema=schema)
+
+    @property
+    def fingerprint(self) -> str:
+        """Changes when anything that a model or a call depends on changes."""
+        said = [self.name, self.description, self.input_schema, self.hints.__dict__]
+        return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+@dataclass(frozen=True)
+class ToolResult:
+    """The outcome of one call. `content` is text, cut to the policy's length (`truncated` says so).
+
+    `error_kind` is None for a success. Only `tool_error` and `invalid_arguments` say something about the tool; the others are about
+    the moment (`transient`, `timeout`, `died`), the caller (`auth`) or the policy (`not_executed`).
+    """
+
+    content: str
+    error_kind: ErrorKind | None = None
+    seconds: float = 0.0
+    truncated: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return self.error_kind is None
+
+    @property
+    def is_evidence(self) -> bool:
+        """Whether the result shows how the tool behaves, so that a document may be rewritten from it."""
+        return self.error_kind in (None, "tool_error", "invalid_arguments")
+
+
+class ToolRunner(Protocol):
+    """Calls tools by name. An adapter's own failures come back as results; it raises only for names it does not have."""
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult: ...
