@@ -1,0 +1,1 @@
+"""Where tools come from: each source lists its tools, calls them, and writes refined words back in its own format."""

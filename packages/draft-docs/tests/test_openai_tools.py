@@ -1,0 +1,86 @@
+import asyncio
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from draft_docs.sources.openai_tools import OpenAIToolsSource, replace_strings
+
+TEXT = """[
+    {"type": "function",
+     "function": {"name": "get_weather", "strict": true,
+        "description": "Gets weather\\u2026",
+        "parameters": {"type": "object", "properties": {
+            "city":  {"type": "string", "description": "city"},
+            "unit":  {"enum": ["c", "f"]}
+        }, "required": ["city"]}}},
+    {"type": "function", "name": "flat", "parameters": {"type":"object","properties":{"x":{}}}}
+]
+"""
+
+
+def test_both_forms_are_read():
+    source = OpenAIToolsSource(TEXT)
+    assert [tool.name for tool in source.tools] == ["get_weather", "flat"]
+    assert source.tools[0].description == "Gets weather…"
+    assert source.tools[0].parameter_docs == {"city": "city", "unit": ""}
+    assert source.tools[0].required == ("city",)
+
+
+def test_without_a_change_the_file_is_byte_identical():
+    source = OpenAIToolsSource(TEXT)
+    assert source.rewritten({tool.name: tool for tool in source.tools}) == TEXT
+
+
+def test_only_the_changed_words_change():
+    source = OpenAIToolsSource(TEXT)
+    new = source.tools[0].with_docs('Weather of a "city" now.', {"unit": "Celsius or Fahrenheit…"})
+    flat = source.tools[1].with_docs("Flat.", {"x": "Anything."})
+    assert source.rewritten({"get_weather": new, "flat": flat}) == TEXT.replace(
+        '"Gets weather\\u2026"', '"Weather of a \\"city\\" now."'
+    ).replace('{"enum": ["c", "f"]}', '{"enum": ["c", "f"], "description": "Celsius or Fahrenheit\\u2026"}').replace(
+        '{"x":{}}}}', '{"x":{"description": "Anything."}}}, "description": "Flat."}'
+    )
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=10,
+)
+
+
+def strings(value, path=()):
+    if isinstance(value, str):
+        yield path
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from strings(inner, (*path, key))
+
+
+@given(value=json_values, indent=st.sampled_from([None, 0, 2, "\t"]), ascii=st.booleans(), word=st.text())
+def test_any_string_of_any_document_can_be_replaced(value, indent, ascii, word):
+    text = json.dumps(value, indent=indent, ensure_ascii=ascii)
+    for path in strings(value):
+        changed = json.loads(replace_strings(text, {path: word}))
+        expected = json.loads(text)
+        if not path:
+            assert changed == word
+            continue
+        inner = expected
+        for key in path[:-1]:
+            inner = inner[key]
+        inner[path[-1]] = word
+        assert changed == expected
+
+
+def test_calls_go_to_the_given_functions_and_nowhere_else():
+    source = OpenAIToolsSource(TEXT, dispatch={"get_weather": lambda city, unit="c": f"{city}: 3 {unit}"})
+    assert asyncio.run(source.call("get_weather", {"city": "Oslo"})).content == "Oslo: 3 c"
+    assert asyncio.run(source.call("flat", {})).error_kind == "not_executed"
+
+
+@pytest.mark.parametrize("text", ['"tools"', '[{"type": "function"}]', '[{"name": "a"}, {"name": "a"}]'])
+def test_what_is_no_tool_list_is_refused(text):
+    with pytest.raises(ValueError, match="tool"):
+        OpenAIToolsSource(text)
