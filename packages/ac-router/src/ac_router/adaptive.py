@@ -64,6 +64,10 @@ class LayerRecord:
     table: Tensor | None = None
     statistics: ClusterStatistics | None = None
     learned: bool = False
+    # Of this layer's tokens under its own choice, for a next layer with stat_source="previous".
+    next_statistics: ClusterStatistics | None = None
+    # The unscaled tokens and the weights, while the router runs, for what happens after it.
+    pending: tuple[Tensor, Tensor | None] | None = None
 
 
 @dataclass
