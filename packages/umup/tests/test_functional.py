@@ -83,9 +83,7 @@ def test_a_fixed_scale_length_makes_a_prefix_independent_of_what_follows():
     torch.manual_seed(0)
     q, k, v = (torch.randn(1, 2, 16, 8) for _ in range(3))
     long = U.scaled_dot_product_attention(q, k, v, is_causal=True, scale_seq_len=16)[:, :, :8]
-    short = U.scaled_dot_product_attention(
-        *(t[:, :, :8] for t in (q, k, v)), is_causal=True, scale_seq_len=16
-    )
+    short = U.scaled_dot_product_attention(*(t[:, :, :8] for t in (q, k, v)), is_causal=True, scale_seq_len=16)
     torch.testing.assert_close(long, short)
 
 
@@ -182,7 +180,10 @@ def test_gradients_of_parts_with_the_steps_total_sum_to_the_whole(parts):
         (lambda: U.cross_entropy(torch.randn(3, 1), torch.zeros(3, dtype=torch.long)), "vocabulary of at least 2"),
         (lambda: U.cross_entropy(torch.randn(3, 5), torch.zeros(3, dtype=torch.long), reduction="avg"), "reduction"),
         (lambda: U.cross_entropy(torch.randn(3, 5), torch.zeros(3, dtype=torch.long), mult=0.0), "mult"),
-        (lambda: U.cross_entropy(torch.randn(3, 5), torch.zeros(3, dtype=torch.long), reduction="sum", total=3), "total"),
+        (
+            lambda: U.cross_entropy(torch.randn(3, 5), torch.zeros(3, dtype=torch.long), reduction="sum", total=3),
+            "total",
+        ),
         (lambda: U.softmax(torch.randn(3), mult=0.0), "mult must be a positive"),
         (lambda: U.gelu(torch.randn(3), mult=-1.0), "mult must be a positive"),
         (lambda: U.silu(torch.randn(3), mult=math.inf), "mult must be a positive"),
@@ -307,7 +308,9 @@ def test_per_sample_gradients_through_torch_func():
     torch.manual_seed(0)
     w = torch.randn(3, 4)
     x = torch.randn(5, 4)
-    grads = torch.func.vmap(torch.func.grad(lambda w, x: U.linear(x, w).square().sum()), in_dims=(None, 0))(w, x[:, None])
+    grads = torch.func.vmap(torch.func.grad(lambda w, x: U.linear(x, w).square().sum()), in_dims=(None, 0))(
+        w, x[:, None]
+    )
     assert grads.shape == (5, 3, 4)
     leaf = w.clone().requires_grad_()
     U.linear(x[2:3], leaf).square().sum().backward()

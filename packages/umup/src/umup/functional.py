@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -117,17 +117,21 @@ def _linear(
     readout: bool,
     multiplier: float,
     grad_scale: float,
+    matmul: Callable[..., Tensor] | None,
 ) -> Tensor:
     fan_out, fan_in = weight.shape
     if x.shape[-1] != fan_in:
-        raise ValueError(f"input has {x.shape[-1]} features but weight has shape {tuple(weight.shape)} (fan_out, fan_in)")
+        raise ValueError(
+            f"input has {x.shape[-1]} features but weight has shape {tuple(weight.shape)} (fan_out, fan_in)"
+        )
     tokens = x.numel() // fan_in
     alpha, beta, gamma = linear_scales(fan_out, fan_in, tokens, constraint, readout=readout)
     if torch.is_autocast_enabled(x.device.type) and x.dtype != torch.float64:
         dtype = torch.get_autocast_dtype(x.device.type)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
-    return _Linear.apply(x, weight, bias, alpha * multiplier, beta * multiplier, gamma * grad_scale)
+    products = _Linear.apply if matmul is None else matmul
+    return products(x, weight, bias, alpha * multiplier, beta * multiplier, gamma * grad_scale)
 
 
 def linear(
@@ -138,9 +142,16 @@ def linear(
     *,
     multiplier: float = 1.0,
     grad_scale: float = 1.0,
+    matmul: Callable[..., Tensor] | None = None,
 ) -> Float[Tensor, "*batch fan_out"]:
-    """Unit-scaled `x W^T + b`: hidden weights (paper, table 2). `multiplier`: a further factor on output and input gradient."""
-    return _linear(x, weight, bias, constraint, readout=False, multiplier=multiplier, grad_scale=grad_scale)
+    """Unit-scaled `x W^T + b`: hidden weights (paper, table 2).
+
+    `multiplier`: a further factor on output and input gradient. `matmul`: what computes the map and its gradients, called
+    with (x, weight, bias, alpha, beta, gamma), in place of the plain products; `umup.precision` has one for FP8.
+    """
+    return _linear(
+        x, weight, bias, constraint, readout=False, multiplier=multiplier, grad_scale=grad_scale, matmul=matmul
+    )
 
 
 def linear_readout(
@@ -151,9 +162,12 @@ def linear_readout(
     *,
     multiplier: float = 1.0,
     grad_scale: float = 1.0,
+    matmul: Callable[..., Tensor] | None = None,
 ) -> Float[Tensor, "*batch fan_out"]:
     """Unit-scaled last linear map: forward 1/fan_in (muP), input gradient fan_out^-1/2 (nothing lies after it)."""
-    return _linear(x, weight, bias, constraint, readout=True, multiplier=multiplier, grad_scale=grad_scale)
+    return _linear(
+        x, weight, bias, constraint, readout=True, multiplier=multiplier, grad_scale=grad_scale, matmul=matmul
+    )
 
 
 def matmul(
@@ -302,9 +316,7 @@ def silu_glu_scale(mult: float = 1.0) -> float:
     return log_interpolate(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
 
 
-def silu_glu(
-    x: Float[Tensor, "*shape"], gate: Float[Tensor, "*shape"], mult: float = 1.0
-) -> Float[Tensor, "*shape"]:
+def silu_glu(x: Float[Tensor, "*shape"], gate: Float[Tensor, "*shape"], mult: float = 1.0) -> Float[Tensor, "*shape"]:
     """Unit-scaled SwiGLU `x gate sigmoid(mult gate)` (alpha_ffn-act = mult)."""
     return x * (_silu(gate, mult) * silu_glu_scale(mult))
 
@@ -354,6 +366,7 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     mult: float = 1.0,
     *,
+    training: bool = True,
     scale_seq_len: int | None = None,
     causal_scale: bool | None = None,
 ) -> Float[Tensor, "*batch heads queries d_value"]:
@@ -362,7 +375,7 @@ def scaled_dot_product_attention(
     Fewer key heads than query heads: grouped-query attention. `scale_seq_len`: the length that the scale is computed for;
     fix it (training length) so that outputs do not depend on how many keys happen to be there, as decoding with a cache
     needs; None takes the run-time length. `causal_scale`: whether the scale is the causal one; by default `is_causal`, so
-    set it when a mask tensor is causal.
+    set it when a mask tensor is causal. Out of training nothing is dropped, but the scale stays.
     """
     d_head = query.shape[-1]
     s = sdpa_scale(
@@ -380,7 +393,7 @@ def scaled_dot_product_attention(
         key,
         value,
         attn_mask=attn_mask,
-        dropout_p=dropout_p,
+        dropout_p=dropout_p if training else 0.0,
         is_causal=is_causal,
         scale=mult / d_head,
         enable_gqa=heads != kv_heads,
@@ -491,12 +504,12 @@ def cross_entropy(
     return scale(losses, fwd=1 / step_total.to(losses.dtype) if reduction == "mean" else 1.0, bwd=grad)
 
 
-def mse_loss(
-    x: Float[Tensor, "*shape"], target: Float[Tensor, "..."], reduction: str = "mean"
-) -> Float[Tensor, ""]:
+def mse_loss(x: Float[Tensor, "*shape"], target: Float[Tensor, "..."], reduction: str = "mean") -> Float[Tensor, ""]:
     """Unit-scaled squared error: value as usual, gradient 8^-1/2 times that of the sum."""
     if x.shape != target.shape:
-        raise ValueError(f"mse_loss: input and target must have one shape, got {tuple(x.shape)} and {tuple(target.shape)}")
+        raise ValueError(
+            f"mse_loss: input and target must have one shape, got {tuple(x.shape)} and {tuple(target.shape)}"
+        )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
     loss = F.mse_loss(x, target, reduction="sum")
