@@ -104,7 +104,8 @@ def problems(member: Member, environment: Environment, wheels: list[Path]) -> It
 
 
 def check_face(member: Member, environment: Environment, variables: Mapping[str, str]) -> list[str]:
-    names = [name for name in modules(member) if not name.endswith(".__main__")]
+    # Private modules are reached through public ones, which say what is missing.
+    names = [name for name in modules(member) if not any(part.startswith("_") for part in name.split("."))]
     found = ask(environment.python, variables, "face", member.import_name, member.dist, *names)
     # The tools are a command: nothing there is for import.
     return [problem for problem in found if member.kind == "package" or "__all__" not in problem]
