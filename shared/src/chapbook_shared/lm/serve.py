@@ -32,7 +32,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from itertools import cycle
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from chapbook_shared.lm._base import sample_seed
 from chapbook_shared.lm.protocol import (
@@ -234,7 +234,7 @@ class Server:
         host = f"[{self.host}]" if ":" in self.host else self.host
         return f"http://{host}:{self.port}/v1"
 
-    def start(self) -> Self:
+    def start(self) -> Server:
         """Listen, in a thread of the server's own."""
         if self._thread is not None:
             raise RuntimeError("the server is already running")
@@ -263,7 +263,7 @@ class Server:
             self._thread.join()
         self._thread = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> Server:
         return self.start()
 
     def __exit__(self, *_: object) -> None:
