@@ -317,4 +317,4 @@ def _rmu_retain(parts: Mapping[PartName, Part], hyper: Hyperparameters) -> Tenso
 
 def with_reference(part: Part, reference: Part) -> Part:
     """`part` with what the reference model says of the same rows."""
-    return replace(part, ref_logits=reference.logits, ref_nll=reference.nll, ref_hidden=reference.hidden)
+    return replace(part, ref_logits=reference.logits, ref_nll=reference.ref_nll, ref_hidden=reference.hidden)

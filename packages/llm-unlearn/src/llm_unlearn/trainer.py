@@ -142,7 +142,8 @@ class UnlearnTrainer(Trainer):
         self._sampler: DrawSampler | None = None
         self._given_ref = ref_model
 
-        if args.gradient_checkpointing and has_adapter(adapted) and hasattr(adapted, "enable_input_require_grads"):
+        checkpointing = args.gradient_checkpointing or getattr(args, "activation_checkpointing", False)
+        if checkpointing and has_adapter(adapted) and hasattr(adapted, "enable_input_require_grads"):
             adapted.enable_input_require_grads()
         super().__init__(
             model=adapted,
