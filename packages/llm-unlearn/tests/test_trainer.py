@@ -4,9 +4,10 @@ import shutil
 
 import pytest
 import torch
-from llm_unlearn import UnlearnConfig, UnlearnTrainer, UnlearningDiverged, losses, register_forget_loss
 from peft import LoraConfig, get_peft_model
 from transformers import TrainerCallback
+
+from llm_unlearn import UnlearnConfig, UnlearningDiverged, UnlearnTrainer, losses, register_forget_loss
 
 
 def config(tmp_path, **kwargs):
@@ -305,7 +306,7 @@ def test_checkpoint_loads_as_an_ordinary_model(make, tmp_path):
     trainer.train()
     trainer.save_model(str(tmp_path / "final"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "final")
-    assert_same_weights({k: v for k, v in loaded.state_dict().items()}, weights(trainer))
+    assert_same_weights(dict(loaded.state_dict()), weights(trainer))
     by_name = UnlearnTrainer(
         str(tmp_path / "final"),
         config(tmp_path, method="GA"),
