@@ -1,0 +1,257 @@
+"""MCP servers as tools, over stdio or streamable HTTP, and a proxy that republishes a server's tools with the refined words.
+
+A server's source is often not ours to change: the words go into an overlay file, and `serve` puts it over the running server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import tempfile
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import IO, TYPE_CHECKING, Any
+
+from chapbook_shared.validate import import_extra
+from draft_docs.tools import Hints, ToolResult, ToolSpec
+
+if TYPE_CHECKING:
+    import mcp
+    from mcp import types
+
+_STDERR_TAIL = 2000
+_OVERLAY = "draft-docs overlay 1"
+
+
+class McpServerError(RuntimeError):
+    """The server could not be started or does not answer."""
+
+
+class McpSource:
+    """The tools of one MCP server: `await McpSource.connect([...command])` or `await McpSource.connect("http://...")`.
+
+    A server's annotations (read-only, idempotent, destructive) are taken as hints. A server that dies is started once more.
+    """
+
+    def __init__(self, target: str | Sequence[str], env: Mapping[str, str] | None):
+        self.target, self._env = target, env
+        self.tools: list[ToolSpec] = []
+        self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by aclose
+        self._restarted = False
+        self._close = asyncio.Event()
+        self._connection: asyncio.Task[None] | None = None
+        self._client: mcp.Client | None = None
+
+    @classmethod
+    async def connect(cls, target: str | Sequence[str], *, env: Mapping[str, str] | None = None) -> McpSource:
+        """Connect and list the tools, all pages.
+
+        Args:
+            target: the command and its arguments (stdio), or the URL of a streamable HTTP endpoint.
+            env: environment variables for the command, besides the few that every server gets. No others reach it.
+
+        Raises McpServerError with the end of what the server wrote to stderr.
+        """
+        import_extra("mcp", "draft-docs[mcp]")
+        source = cls(target, env)
+        try:
+            await source._start()
+            assert source._client is not None
+            source.tools = [_spec(tool, source.name) for tool in await list_all_tools(source._client)]
+        except BaseException:
+            await source.aclose()
+            raise
+        names = [tool.name for tool in source.tools]
+        if len(set(names)) < len(names):
+            await source.aclose()
+            raise McpServerError(f"{source.name} lists two tools of one name: {', '.join(sorted(names))}")
+        return source
+
+    @property
+    def name(self) -> str:
+        return self.target if isinstance(self.target, str) else " ".join(self.target)
+
+    @property
+    def client(self) -> mcp.Client:
+        """The connected client."""
+        if self._client is None:
+            raise McpServerError(f"{self.name} is not connected")
+        return self._client
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        from mcp import MCPError
+        from mcp.types import CONNECTION_CLOSED, INVALID_PARAMS
+
+        assert self._connection is not None
+        answer = asyncio.ensure_future(self.client.call_tool(name, dict(arguments)))
+        await asyncio.wait({answer, self._connection}, return_when=asyncio.FIRST_COMPLETED)
+        if not answer.done():
+            answer.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await answer
+            return await self._died(name)
+        try:
+            result = answer.result()
+        except MCPError as error:
+            if error.error.code == CONNECTION_CLOSED:
+                return await self._died(name, error)
+            if error.error.code == INVALID_PARAMS:
+                return ToolResult(error.error.message, "invalid_arguments")
+            return ToolResult(error.error.message, "tool_error")
+        except Exception as error:
+            return await self._died(name, error)
+        text = "\n".join(_text(block) for block in result.content)
+        return ToolResult(text, "tool_error" if result.is_error else None)
+
+    def rewritten(self, refined: Mapping[str, ToolSpec]) -> str:
+        """The overlay: for each refined tool its description and the texts of its parameters."""
+        tools = {
+            tool.name: {
+                "description": refined[tool.name].description,
+                "parameters": {name: words for name, words in refined[tool.name].parameter_docs.items() if words},
+            }
+            for tool in self.tools
+            if tool.name in refined
+        }
+        overlay = {"format": _OVERLAY, "server": self.name, "tools": tools}
+        return json.dumps(overlay, ensure_ascii=False, indent=2) + "\n"
+
+    async def aclose(self) -> None:
+        self._close.set()
+        if self._connection is not None:
+            with contextlib.suppress(Exception):
+                await self._connection
+        self._errors.close()
+
+    async def _start(self) -> None:
+        self._close.clear()
+        ready: asyncio.Future[mcp.Client] = asyncio.get_running_loop().create_future()
+        self._connection = asyncio.create_task(self._hold(ready))
+        waiting: set[asyncio.Future[Any]] = {ready, self._connection}
+        await asyncio.wait(waiting, return_when=asyncio.FIRST_COMPLETED)
+        if not ready.done():
+            error = self._connection.exception()
+            raise McpServerError(f"{self.name} did not start: {_cause(error)}{self._said()}") from error
+        self._client = ready.result()
+
+    async def _hold(self, ready: asyncio.Future[mcp.Client]) -> None:
+        """Keep the connection open until `aclose`: the SDK wants it opened and closed by one task."""
+        import mcp
+        from mcp.client.stdio import stdio_client
+
+        server: Any = self.target
+        if not isinstance(self.target, str):
+            command, *arguments = self.target
+            parameters = mcp.StdioServerParameters(command=command, args=arguments, env=dict(self._env or {}))
+            server = stdio_client(parameters, errlog=self._errors)  # type: ignore[arg-type]  # only its file number is used
+        async with mcp.Client(server) as client:
+            ready.set_result(client)
+            await self._close.wait()
+
+    async def _died(self, name: str, error: BaseException | None = None) -> ToolResult:
+        what = f"the server died while {name} was called: {_cause(error)}{self._said()}"
+        if not self._restarted:
+            self._restarted = True
+            self._close.set()
+            if self._connection is not None:
+                with contextlib.suppress(Exception):
+                    await self._connection
+            try:
+                await self._start()
+                return ToolResult(f"{what}; it was started again", "died")
+            except McpServerError as failure:
+                what = f"{what}; {failure}"
+        return ToolResult(what, "died")
+
+    def _said(self) -> str:
+        self._errors.seek(0)
+        tail = self._errors.read()[-_STDERR_TAIL:].decode("utf-8", "replace").strip()
+        return f"; it wrote: {tail}" if tail else ""
+
+
+async def list_all_tools(client: mcp.Client) -> list[types.Tool]:
+    """Every page of `tools/list`."""
+    tools: list[types.Tool] = []
+    cursor, seen = None, set[str]()
+    while True:
+        page = await client.list_tools(cursor=cursor)
+        tools += page.tools
+        cursor = page.next_cursor
+        if cursor is None or cursor in seen:  # a server that gives the same cursor again would never end
+            return tools
+        seen.add(cursor)
+
+
+def read_overlay(text: str) -> dict[str, dict[str, Any]]:
+    """The words of an overlay, by tool name. Raises ValueError for anything else."""
+    overlay = json.loads(text)
+    if not isinstance(overlay, dict) or overlay.get("format") != _OVERLAY:
+        raise ValueError(f"not an overlay: it needs the format {_OVERLAY!r}")
+    tools: dict[str, dict[str, Any]] = overlay["tools"]
+    return tools
+
+
+@asynccontextmanager
+async def proxy(
+    target: str | Sequence[str], overlay: Mapping[str, Mapping[str, Any]]
+) -> AsyncIterator[mcp.server.Server[Any]]:
+    """A server that offers the tools of `target` with the words of the overlay. Names, schemas, calls and results pass unchanged."""
+    from mcp import types
+    from mcp.server import Server
+
+    source = await McpSource.connect(target)
+
+    async def list_tools(context: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
+        return types.ListToolsResult(tools=[_overlaid(tool, overlay) for tool in await list_all_tools(source.client)])
+
+    async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
+        return await source.client.call_tool(params.name, params.arguments)
+
+    try:
+        yield Server("draft-docs", on_list_tools=list_tools, on_call_tool=call_tool)
+    finally:
+        await source.aclose()
+
+
+async def serve_stdio(target: str | Sequence[str], overlay: Mapping[str, Mapping[str, Any]]) -> None:
+    """Run the proxy on stdin and stdout until the client hangs up."""
+    from mcp.server.stdio import stdio_server
+
+    async with proxy(target, overlay) as server, stdio_server() as (reader, writer):
+        await server.run(reader, writer, server.create_initialization_options())
+
+
+def _overlaid(tool: types.Tool, overlay: Mapping[str, Mapping[str, Any]]) -> types.Tool:
+    words = overlay.get(tool.name)
+    if words is None:
+        return tool
+    spec = _spec(tool, "")
+    known = {name: text for name, text in words.get("parameters", {}).items() if name in spec.parameters}
+    new = spec.with_docs(words.get("description", spec.description), known)
+    return tool.model_copy(update={"description": new.description, "input_schema": dict(new.input_schema)})
+
+
+def _spec(tool: types.Tool, source: str) -> ToolSpec:
+    said = tool.annotations
+    hints = Hints(said.read_only_hint, said.idempotent_hint, said.destructive_hint) if said else Hints()
+    return ToolSpec(tool.name, tool.description or "", dict(tool.input_schema), hints, source)
+
+
+def _text(block: Any) -> str:
+    """A content block as text: text as it is, anything else by kind and size."""
+    if block.type == "text":
+        return str(block.text)
+    if block.type == "resource":
+        inner = block.resource
+        return inner.text if hasattr(inner, "text") else f"[{inner.uri}: {len(inner.blob)} base64 characters]"
+    if block.type in ("image", "audio"):
+        return f"[{block.type} {block.mime_type}: {len(block.data)} base64 characters]"
+    return f"[{block.type}]"
+
+
+def _cause(error: BaseException | None) -> str:
+    """The innermost error: task groups wrap what went wrong."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return f"{type(error).__name__}: {error}" if error is not None else "the connection closed"

@@ -1,0 +1,100 @@
+import asyncio
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from draft_docs.sources.mcp import McpServerError, McpSource, proxy, read_overlay
+
+SERVER = [sys.executable, str(Path(__file__).parent / "mcp_server.py")]
+
+
+def with_source(work, target=SERVER, **options):
+    async def main():
+        source = await McpSource.connect(target, **options)
+        try:
+            return await work(source)
+        finally:
+            await source.aclose()
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_tools_hints_calls_and_errors_over_stdio():
+    async def work(source):
+        good = await source.call("convert", {"value": 2, "unit": "m"})
+        bad = await source.call("convert", {"value": 2, "unit": "yd"})
+        return source.tools, good, bad
+
+    tools, good, bad = with_source(work)
+    convert = tools[0]
+    assert (convert.name, convert.hints.read_only, convert.required) == ("convert", True, ("value", "unit"))
+    assert tools[1].hints.read_only is None
+    assert (good.ok, good.content) == (True, "6.56168")
+    assert bad.error_kind == "tool_error"
+    assert "must be one of m, ft, got yd" in bad.content
+
+
+def test_a_server_that_dies_is_started_once_more_and_says_what_it_wrote():
+    async def work(source):
+        first = await source.call("die", {})
+        again = await source.call("convert", {"value": 1, "unit": "ft"})
+        second = await source.call("die", {})
+        return first, again, second
+
+    first, again, second = with_source(work)
+    assert first.error_kind == "died"
+    assert "the server says goodbye" in first.content
+    assert "started again" in first.content
+    assert again.content == "0.3048"
+    assert second.error_kind == "died"
+    assert "started again" not in second.content
+
+
+def test_a_command_that_is_no_server_gives_one_clear_error():
+    noise = [sys.executable, "-c", "import sys; sys.exit('no server here')"]
+    with pytest.raises(McpServerError, match=r"did not start: .*no server here"):
+        with_source(None, noise)
+
+
+def test_only_the_named_environment_reaches_the_server(monkeypatch):
+    monkeypatch.setenv("MY_API_KEY", "canary")
+
+    async def work(source):
+        return (await source.call("environment", {})).content.split()
+
+    assert "MY_API_KEY" not in with_source(work)
+    assert "MY_API_KEY" in with_source(work, env={"MY_API_KEY": "given"})
+
+
+def test_the_proxy_republishes_with_the_new_words():
+    async def work(source):
+        tools = {tool.name: tool for tool in source.tools}
+        overlay = source.rewritten({"convert": tools["convert"].with_docs("Metres to feet.", {"unit": "m or ft"})})
+        import mcp
+
+        async with proxy(SERVER, read_overlay(overlay)) as server, mcp.Client(server) as client:
+            listed = {tool.name: tool for tool in (await client.list_tools()).tools}
+            result = await client.call_tool("convert", {"value": 2, "unit": "m"})
+        return overlay, listed, result
+
+    overlay, listed, result = with_source(work)
+    assert json.loads(overlay)["tools"] == {
+        "convert": {"description": "Metres to feet.", "parameters": {"unit": "m or ft"}}
+    }
+    assert listed["convert"].description == "Metres to feet."
+    assert listed["convert"].input_schema["properties"]["unit"]["description"] == "m or ft"
+    assert listed["die"].description == "End the server."
+    assert result.content[0].text == "6.56168"
+    with pytest.raises(ValueError, match="not an overlay"):
+        read_overlay("{}")
+
+
+def test_the_time_server_from_the_package_index():
+    async def work(source):
+        return source.tools, await source.call("get_current_time", {"timezone": "UTC"})
+
+    tools, result = with_source(work, [sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"])
+    assert {tool.name for tool in tools} == {"get_current_time", "convert_time"}
+    assert json.loads(result.content)["timezone"] == "UTC"
