@@ -207,7 +207,8 @@ class Samples:
             raise ValueError(f"normalize must be one of NFC, NFD, NFKC, NFKD; got {form!r}")
         if self.level != "char":
             raise TypeError("Unicode normalisation is for text, but these samples are token ids")
-        return self.map(lambda text: unicodedata.normalize(form, text))
+        normal: Any = form
+        return self.map(lambda text: unicodedata.normalize(normal, text))
 
     def until(self, eos: int | Iterable[int]) -> Samples:
         """Token ids up to and including the first end-of-sequence token, wherever it stands (also when it comes first)."""

@@ -90,7 +90,7 @@ def load_prompts(source: str | Path) -> list[Prompt]:
             row = {"prompt": row}
         if not isinstance(row, dict):
             raise ValueError(f"{name}, line {number}: a JSON object or string is needed, got {type(row).__name__}")
-        label = row.get("id", row.get("prompt_id", number - 1))
+        label: PromptId = row["id"] if "id" in row else row.get("prompt_id", number - 1)
         content = row.get("prompt", row.get("text"))
         messages = row.get("messages")
         if content is None and messages is None:
@@ -399,36 +399,40 @@ def OpenAICompatible(
     model: str,
     *,
     api_key_env: str | None = None,
+    dialect: Literal["openai", "vllm", "llama.cpp"] = "openai",
     extra_body: Mapping[str, Any] | None = None,
     concurrency: int = 16,
-    timeout: float = 60.0,
-    max_retries: int = 5,
+    timeout: float = 120.0,
+    max_retries: int = 6,
     **options: Any,
 ) -> Any:
     """A model behind an OpenAI-compatible server: a hosted API, vLLM, llama.cpp. Needs `mmd-equality[api]`.
 
-    api_key_env names the environment variable that holds the key; the key itself is never an argument. extra_body goes into
-    every request (a provider pin on a router, say).
+    api_key_env names the environment variable that holds the key; the key itself is never an argument. dialect: which further
+    sampling fields the server takes, so that they are sent and no default of its own has a say. extra_body goes into every
+    request (a provider pin on a router, say). Other options go to `chapbook_shared.lm.OpenAIModel` (budget, cache, ...).
     """
-    import_extra("openai", "mmd-equality[api]")
+    import_extra("aiohttp", "mmd-equality[api]")
     from chapbook_shared.lm import OpenAIModel
 
     if api_key_env is not None and not os.environ.get(api_key_env):
         raise ValueError(f"the environment variable {api_key_env} is not set: it must hold the API key")
-    settings: dict[str, Any] = {"concurrency": concurrency, "timeout": timeout, "max_retries": max_retries, **options}
-    if api_key_env is not None:
-        settings["api_key_env"] = api_key_env
-    if extra_body:
-        settings["extra_body"] = dict(extra_body)
-    return OpenAIModel(model, base_url=base_url, **settings)
+    return OpenAIModel(
+        model, base_url=base_url, api_key_env=api_key_env, dialect=dialect, concurrency=concurrency, timeout=timeout,
+        retries=max_retries, extra_body=None if extra_body is None else dict(extra_body), **options,
+    )  # fmt: skip
 
 
 def Transformers(model: Any, tokenizer: Any = None, **options: Any) -> Any:
-    """A transformers causal LM in this process: a name, a folder, or a loaded model with its tokenizer. Needs `mmd-equality[local]`."""
+    """A transformers causal LM in this process: a folder or hub name, or a loaded model with its tokenizer. Needs `mmd-equality[local]`."""
+    if tokenizer is None and not isinstance(model, (str, Path)):
+        raise ValueError("a loaded model needs its tokenizer: Transformers(model, tokenizer)")
     import_extra("transformers", "mmd-equality[local]")
     from chapbook_shared.lm import LocalModel
 
-    return LocalModel(model, tokenizer, **options) if tokenizer is not None else LocalModel(model, **options)
+    if isinstance(model, (str, Path)):
+        return LocalModel.from_pretrained(str(model), **options)
+    return LocalModel(model, tokenizer, **options)
 
 
 @contextmanager
@@ -443,7 +447,7 @@ def LlamaCpp(path: str | Path, *, context: int = 4096, slots: int = 4, **options
     params.n_ctx, params.n_parallel = context * slots, slots
     params.warmup = False
     server = xllamacpp.Server(params)
-    yield OpenAICompatible(f"{server.listening_address}/v1", Path(path).stem, **options)
+    yield OpenAICompatible(f"{server.listening_address}/v1", Path(path).stem, dialect="llama.cpp", **options)
 
 
 def VLLM(base_url: str = "http://127.0.0.1:8000/v1", model: str = "", **options: Any) -> Any:
@@ -453,4 +457,4 @@ def VLLM(base_url: str = "http://127.0.0.1:8000/v1", model: str = "", **options:
     """
     if not model:
         raise ValueError("model must be the name that the vLLM server serves")
-    return OpenAICompatible(base_url, model, **options)
+    return OpenAICompatible(base_url, model, dialect="vllm", **options)

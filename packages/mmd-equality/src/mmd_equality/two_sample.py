@@ -132,8 +132,10 @@ class TestResult:
         lines = [
             f"{name} = {self.statistic:.6g}{interval}",
             f"p = {self.pvalue:.4g} ({self.null} null, {self.n_draws} draws, strata: {self.strata}): equality {verdict}",
-            (f"{self.n_x} + {self.n_y} completions of {len(self.per_prompt)} prompts, kernel {self.kernel}, "
-            f"{self.level} level, length {self.max_length}"),
+            (
+                f"{self.n_x} + {self.n_y} completions of {len(self.per_prompt)} prompts, kernel {self.kernel}, "
+                f"{self.level} level, length {self.max_length}"
+            ),
         ]
         known = [e for e in self.per_prompt if e.mmd2 is not None]
         if self.statistic_name == "mmd" and len(known) > 1:
@@ -274,6 +276,8 @@ def two_sample_test(
     if stop_after is not None:
         check_int("stop_after", stop_after, minimum=1)
     check_alpha(alpha)
+    if max_length is not None:
+        check_int("max_length", max_length, minimum=1)
     if not 0 < ci_level < 1:
         raise ValueError(f"ci_level must be in (0, 1), got {ci_level!r}")
     resolved = kernel_from_name(kernel)
