@@ -1,0 +1,373 @@
+"""Refine many tools at once, resumably, within a policy and a budget."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import difflib
+import hashlib
+import threading
+from collections import Counter
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol, TypeVar
+
+import numpy as np
+
+from chapbook_shared.lm import BudgetExceeded, LanguageModel, Message, Sampling
+from draft_docs import prompts
+from draft_docs.gates import lint_gate
+from draft_docs.journal import Journal
+from draft_docs.loop import Gate, Iteration, LoopSettings, Refined, accept_all, prompt_hash, refine
+from draft_docs.policy import Guard, Policy
+from draft_docs.replies import ReplyError, Summary, parse_reply
+from draft_docs.sources.base import ToolSource
+from draft_docs.stability import Vector
+from draft_docs.tools import ToolSpec
+
+T = TypeVar("T")
+
+
+class Embedder(Protocol):
+    """Texts in, one vector a row out."""
+
+    name: str
+
+    def embed(self, texts: Sequence[str]) -> np.ndarray: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class DraftConfig:
+    """Settings of a run; the paper's values are the defaults where it has them.
+
+    Args:
+        max_iterations: I, iterations for one tool at most.
+        max_attempts: queries that the Explorer may propose in one iteration.
+        phi: φ, a query is new if its cosine similarity to every earlier one is below.
+        tau: τ, a document has converged if its stability Δ is above.
+        temperature, max_tokens: of every chat call.
+        targets: what is rewritten; {"description"} is what the official code does.
+        gate: "lint" refuses rewrites that lose names or values, grow too long or copy from results; "none" is the paper's.
+        max_chars: longest description that "lint" accepts.
+        repair_turns: how often a reply that cannot be read is asked for again.
+        concurrency: tools refined at the same time.
+        summary: also write a summary of all tools together, as the official code does.
+        max_chat_calls: chat calls of the whole run; None for no limit.
+    """
+
+    max_iterations: int = 5
+    max_attempts: int = 3
+    phi: float = 0.9
+    tau: float = 0.75
+    temperature: float = 0.2
+    max_tokens: int = 2000
+    targets: frozenset[str] = frozenset({"description", "parameters"})
+    gate: Literal["lint", "none"] = "lint"
+    max_chars: int = 2000
+    repair_turns: int = 2
+    concurrency: int = 8
+    summary: bool = False
+    max_chat_calls: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("max_iterations", "max_attempts", "max_tokens", "max_chars", "concurrency"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be >= 1, got {getattr(self, name)!r}")
+        if self.repair_turns < 0:
+            raise ValueError(f"repair_turns must be >= 0, got {self.repair_turns!r}")
+        for name in ("phi", "tau"):
+            if not -1 <= getattr(self, name) <= 1:
+                raise ValueError(f"{name} must be in [-1, 1], got {getattr(self, name)!r}")
+        unknown = self.targets - {"description", "parameters"}
+        if unknown or "description" not in self.targets:
+            raise ValueError(f"targets must be 'description', with or without 'parameters', got {sorted(self.targets)}")
+        if self.gate not in ("lint", "none"):
+            raise ValueError(f"gate must be 'lint' or 'none', got {self.gate!r}")
+
+    @property
+    def loop(self) -> LoopSettings:
+        return LoopSettings(
+            max_iterations=self.max_iterations,
+            max_attempts=self.max_attempts,
+            phi=self.phi,
+            tau=self.tau,
+            max_chars=self.max_chars,
+            repair_turns=self.repair_turns,
+            rewrite_parameters="parameters" in self.targets,
+        )
+
+
+@dataclass
+class Counts:
+    """What a run has used. A resumed run counts what it did itself, not what it found in its store."""
+
+    chat_calls: int = 0
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    tool_calls: int = 0
+    embeddings: int = 0
+
+
+@dataclass(frozen=True)
+class ToolResultSet:
+    """One tool's outcome, with its difference, its change log and the calls behind it."""
+
+    refined: Refined
+
+    @property
+    def before(self) -> ToolSpec:
+        return self.refined.before
+
+    @property
+    def after(self) -> ToolSpec:
+        return self.refined.after
+
+    @property
+    def iterations(self) -> tuple[Iteration, ...]:
+        return self.refined.iterations
+
+    @property
+    def changed(self) -> bool:
+        return self.before != self.after
+
+    def diff(self) -> str:
+        """A unified diff of the description and the parameters' texts."""
+        old, new = (_document(tool).splitlines() for tool in (self.before, self.after))
+        name = self.before.name
+        return "\n".join(difflib.unified_diff(old, new, f"{name} (before)", f"{name} (after)", lineterm="", n=2))
+
+    def changelog(self) -> list[dict[str, Any]]:
+        """Each statement that an accepted rewrite added, with the call that showed it; `grounded` is False where none did."""
+        entries = []
+        for iteration in self.iterations:
+            if not iteration.accepted:
+                continue
+            for fact in iteration.facts:
+                call = self._call(fact["evidence"])
+                entries.append(
+                    {"claim": fact["claim"], "evidence": fact["evidence"], "grounded": call is not None, "call": call}
+                )
+        return entries
+
+    def evidence(self) -> list[dict[str, Any]]:
+        """Every call that was made: number, request, arguments and result."""
+        return [
+            {
+                "number": iteration.number,
+                "query": iteration.query,
+                "arguments": iteration.arguments,
+                "result": asdict(iteration.result),
+            }
+            for iteration in self.iterations
+            if iteration.result is not None
+        ]
+
+    def _call(self, number: int | None) -> dict[str, Any] | None:
+        return next((call for call in self.evidence() if call["number"] == number), None)
+
+
+@dataclass(frozen=True)
+class DraftResult(Mapping[str, ToolResultSet]):
+    """All tools of a run, by name."""
+
+    tools: Mapping[str, ToolResultSet]
+    counts: Counts
+    summary: str = ""
+    stopped_by: str = ""
+    """Why the run ended before all tools were done (a budget, say); empty if they are."""
+    source: ToolSource | None = field(default=None, repr=False)
+
+    def __getitem__(self, name: str) -> ToolResultSet:
+        return self.tools[name]
+
+    def __iter__(self) -> Any:
+        return iter(self.tools)
+
+    def __len__(self) -> int:
+        return len(self.tools)
+
+    @property
+    def specs(self) -> dict[str, ToolSpec]:
+        return {name: result.after for name, result in self.tools.items()}
+
+    @property
+    def stops(self) -> Counter[str]:
+        """How many tools stopped for which reason."""
+        return Counter(result.refined.stopped for result in self.tools.values())
+
+    def diff(self) -> str:
+        return "\n".join(result.diff() for result in self.tools.values() if result.changed)
+
+    def rewritten(self) -> str:
+        """The source's document with the new words, in the format it came in."""
+        if self.source is None:
+            raise ValueError("the result has no source to write back to")
+        return self.source.rewritten(self.specs)
+
+
+class Drafter:
+    """DRAFT over the tools of one source.
+
+    Args:
+        model: any chat model of `chapbook_shared.lm`.
+        embedder: turns texts into vectors for the two similarity tests. φ and τ are meant for semantic embeddings.
+        config: the method's settings.
+        policy: what may be called.
+        store: a file that keeps all that was done; a run that is killed goes on where it was. None keeps nothing.
+        progress: called with the tool's name and each finished iteration.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        embedder: Embedder,
+        *,
+        config: DraftConfig | None = None,
+        policy: Policy | None = None,
+        store: str | Path | None = None,
+    ):
+        self.model, self.embedder = model, embedder
+        self.config, self.policy = config or DraftConfig(), policy or Policy()
+        self.store = store
+
+    def run(self, source: ToolSource) -> DraftResult:
+        """As `arun`, from plain code, also inside a running event loop."""
+        return in_own_loop(self.arun(source))
+
+    async def arun(self, source: ToolSource) -> DraftResult:
+        """Refine every tool of the source."""
+        guard = Guard(source.tools, source, self.policy)
+        with Journal(self.store, settings=self._settings()) as journal:
+            session = _Session(self, guard, journal)
+            limit = asyncio.Semaphore(self.config.concurrency)
+            done: dict[str, ToolResultSet] = {}
+
+            async def work(tool: ToolSpec) -> None:
+                async with limit:
+                    if session.stopped_by:
+                        return
+                    try:
+                        done[tool.name] = ToolResultSet(await session.refine(tool))
+                    except BudgetExceeded as error:
+                        session.stopped_by = str(error)
+
+            async with asyncio.TaskGroup() as group:
+                for tool in source.tools:
+                    group.create_task(work(tool))
+            results = {tool.name: done[tool.name] for tool in source.tools if tool.name in done}
+            summary = ""
+            if self.config.summary and not session.stopped_by:
+                summary = await session.summarise(source, results)
+            session.counts.tool_calls = guard.calls.total()
+            return DraftResult(results, session.counts, summary, session.stopped_by, source)
+
+    def _settings(self) -> dict[str, Any]:
+        """What fixes the meaning of the records: not how many at once, nor how long the run may be."""
+        config = asdict(self.config)
+        for name in ("concurrency", "max_chat_calls"):
+            del config[name]
+        config["targets"] = sorted(config["targets"])
+        return {"model": self.model.name, "embedder": self.embedder.name, **config}
+
+
+class _Session:
+    """What the loops of one run share: the model with its journal, vectors each computed once, counts."""
+
+    def __init__(self, drafter: Drafter, guard: Guard, journal: Journal):
+        self.config, self.model, self.embedder = drafter.config, drafter.model, drafter.embedder
+        self.guard, self.journal = guard, journal
+        self.counts, self.stopped_by = Counts(), ""
+        self._vectors: dict[str, asyncio.Future[Vector]] = {}
+        self._sampling = Sampling(temperature=self.config.temperature, max_tokens=self.config.max_tokens)
+        self._takes_schema = self.model.capabilities.json_schema
+
+    async def refine(self, tool: ToolSpec) -> Refined:
+        gate: Gate = accept_all
+        if self.config.gate == "lint":
+            gate = lint_gate(max_chars=self.config.max_chars, redactor=self.guard.redact)
+        seen = self.guard.policy.hide_secrets(tool)
+        refined = await refine(
+            seen,
+            self.guard,
+            ask=self.ask,
+            embed=self.embed,
+            journal=self.journal,
+            settings=self.config.loop,
+            gate=gate,
+        )
+        # Secret parameters come back as they were.
+        after = tool.with_docs(refined.after.description, refined.after.parameter_docs)
+        return Refined(tool, after, refined.iterations, refined.stopped)
+
+    async def ask(self, key: str, messages: Sequence[Message], schema: dict[str, Any]) -> str:
+        name = prompt_hash(messages, model=self.model.name, sampling=asdict(self._sampling))
+        kept = self.journal.get(key)
+        if kept is not None and kept["prompt"] == name:
+            return str(kept["reply"])
+        limit = self.config.max_chat_calls
+        if limit is not None and self.counts.chat_calls >= limit:
+            raise BudgetExceeded(f"the run has made its {limit} chat calls")
+        self.counts.chat_calls += 1
+        clean = [Message(message.role, self.guard.redact(message.text)) for message in messages]
+        reply = await self.model.achat(clean, self._sampling, schema=schema if self._takes_schema else None)
+        if reply.usage is not None:
+            self.counts.prompt_tokens += reply.usage.prompt_tokens
+            self.counts.completion_tokens += reply.usage.completion_tokens
+        text = self.guard.redact(reply.text)
+        await self.journal.put(
+            key, {"prompt": name, "reply": text, "model": reply.model, "finish": reply.finish_reason}
+        )
+        return text
+
+    async def embed(self, text: str) -> Vector:
+        """The vector of a text; each distinct text is embedded once in the life of the store."""
+        key = f"vector/{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
+        if key not in self._vectors:
+            self._vectors[key] = asyncio.ensure_future(self._embed(key, text))
+        return await asyncio.shield(self._vectors[key])
+
+    async def _embed(self, key: str, text: str) -> Vector:
+        kept = self.journal.get(key)
+        if kept is not None:
+            return np.frombuffer(base64.b64decode(kept["float32"]), np.float32)
+        self.counts.embeddings += 1
+        rows = await asyncio.to_thread(self.embedder.embed, [text])
+        vector = np.asarray(rows, np.float32)[0]
+        await self.journal.put(key, {"float32": base64.b64encode(vector.tobytes()).decode("ascii")})
+        return vector
+
+    async def summarise(self, source: ToolSource, results: Mapping[str, ToolResultSet]) -> str:
+        tools = [result.after for result in results.values()]
+        messages = prompts.summarise(getattr(source, "name", "this source"), tools)
+        try:
+            return parse_reply(await self.ask("chat/summary", messages, Summary.model_json_schema()), Summary).summary
+        except ReplyError:
+            return ""
+
+
+def in_own_loop(work: Coroutine[Any, Any, T], *, runner: Callable[[Coroutine[Any, Any, T]], T] = asyncio.run) -> T:
+    """Run a coroutine to its end: here if no event loop is running, else in a thread of its own."""
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return runner(work)
+    outcome: list[T] = []
+    errors: list[BaseException] = []
+
+    def target() -> None:
+        try:
+            outcome.append(runner(work))
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=target)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+    return outcome[0]
+
+
+def _document(tool: ToolSpec) -> str:
+    return "\n".join([tool.description, *(f"{name}: {words}" for name, words in tool.parameter_docs.items())])
