@@ -12,7 +12,8 @@ What is altered, decided before anything was measured:
 - `rounded_8`, `rounded_4`, `rounded_3`: every linear weight rounded per row, symmetrically, to so many bits;
 - `watermark`: soft green list, bias 2.5, a quarter of the vocabulary, seeded by the previous token;
 - `fine_tuned`: 12 AdamW steps (batch 4, learning rate 1e-5) on 48 sentences about beekeeping;
-- `llama_cpp`: the same 4-bit file run by llama.cpp over HTTP; `openvino_gguf`: the same file by OpenVINO GenAI's GGUF reader.
+- `llama_cpp`: the same 4-bit file run by llama.cpp over HTTP; `openvino_gguf`: the same file by OpenVINO GenAI's GGUF reader;
+  `openvino_ir`: by OpenVINO GenAI from a float32 export.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ CHOSEN = {
 PER_PROMPT, TOKENS = 40, 24
 VARIANTS = (
     "reference", "second_seed", "temperature_0.7", "temperature_1.3", "rounded_8", "rounded_4", "rounded_3", "watermark",
-    "fine_tuned", "llama_cpp", "openvino_gguf",
+    "fine_tuned", "llama_cpp", "openvino_gguf", "openvino_ir",
 )  # fmt: skip
 
 
@@ -136,6 +137,10 @@ def variant_model(name: str, base: LocalModel) -> Iterator[Any]:
         from openvino_reader import GgufReader
 
         yield GgufReader()
+    elif name == "openvino_ir":
+        from chapbook_shared.lm import OpenVINOModel
+
+        yield OpenVINOModel.smollm2()
     else:
         yield base
 

@@ -7,7 +7,6 @@ Results go to stdout or files, progress and warnings to stderr.
 from __future__ import annotations
 
 import json
-import sys
 import tomllib
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -185,7 +184,7 @@ def compare(
     result = row.results["reference"]
     document = {
         "kind": "test", "verdict": row.verdict, **result.to_dict(), "power": row.power, "spent_alpha": row.spent_alpha,
-        "samples": {"reference": x.meta | {"failure_rate": x.failure_rate}, "endpoint": y.meta | {"failure_rate": y.failure_rate}},
+        "samples": {"reference": {**x.meta, "failure_rate": x.failure_rate}, "endpoint": {**y.meta, "failure_rate": y.failure_rate}},
     }  # fmt: skip
     document["warnings"] = [vars(c) for c in row.cautions]
     lines = [line for line in result.summary().split("\n") if not line.startswith("warning: ")]
@@ -321,4 +320,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -447,7 +447,15 @@ def LlamaCpp(path: str | Path, *, context: int = 4096, slots: int = 4, **options
     params.n_ctx, params.n_parallel = context * slots, slots
     params.warmup = False
     server = xllamacpp.Server(params)
-    yield OpenAICompatible(f"{server.listening_address}/v1", Path(path).stem, dialect="llama.cpp", **options)
+    # Penalties look at no tokens: recent builds refuse the -1 that used to mean "all of them".
+    body = {"repeat_last_n": 0, **options.pop("extra_body", {})}
+    model = OpenAICompatible(
+        f"{server.listening_address}/v1", Path(path).stem, dialect="llama.cpp", extra_body=body, **options
+    )
+    try:
+        yield model
+    finally:
+        model.close()
 
 
 def VLLM(base_url: str = "http://127.0.0.1:8000/v1", model: str = "", **options: Any) -> Any:

@@ -1,0 +1,57 @@
+"""SmolLM2's GGUF file through OpenVINO GenAI's own GGUF reader, with the prompts tokenised as everywhere else."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from chapbook_shared.lm import Completion, Usage
+from chapbook_shared.lm._base import BatchModel
+from chapbook_shared.lm.protocol import Capabilities
+from chapbook_shared.local_models import smollm2, smollm2_gguf
+
+
+class GgufReader(BatchModel):
+    """Chat only; one pipeline with continuous batching, float32, a seed for every request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        import openvino_genai
+        from transformers import AutoTokenizer
+
+        self.genai: Any = openvino_genai
+        self.name = "SmolLM2-135M-Instruct"
+        self.capabilities = Capabilities(chat=True, seed=True)
+        self.tokenizer = AutoTokenizer.from_pretrained(smollm2())
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.max_num_seqs = 128
+        scheduler.cache_size = 1
+        hints = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(smollm2_gguf()), scheduler, "CPU", hints)
+        self.requests = 0
+
+    def _chat_batch(self, requests: list[Any], schema: Any) -> list[Completion]:
+        import numpy as np
+        import openvino
+
+        rows = []
+        for messages, sampling in requests:
+            turns = [{"role": m.role, "content": m.text} for m in messages]
+            ids = self.tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"]
+            config = self.genai.GenerationConfig()
+            config.max_new_tokens = sampling.max_tokens
+            config.do_sample = sampling.temperature > 0
+            config.temperature, config.top_p, config.top_k = sampling.temperature or 1.0, 1.0, 0
+            config.rng_seed = sampling.seed or 0
+            config.eos_token_id = self.tokenizer.eos_token_id
+            self.requests += 1
+            rows.append((len(ids), self.pipeline.add_request(self.requests, openvino.Tensor(np.array([ids])), config)))
+        while self.pipeline.has_non_finished_requests():
+            self.pipeline.step()
+        answers = []
+        for prompt_tokens, handle in rows:
+            ids = list(handle.read_all()[0].generated_ids)
+            ended = bool(ids) and ids[-1] == self.tokenizer.eos_token_id
+            text = self.tokenizer.decode(ids, skip_special_tokens=True)
+            usage = Usage(prompt_tokens, len(ids))
+            answers.append(Completion(text, "stop" if ended else "length", self.name, usage, tuple(ids)))
+        return answers
