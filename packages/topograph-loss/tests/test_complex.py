@@ -131,7 +131,7 @@ def test_in_3d_diu_zero_leaves_no_critical_region(masks):
     P, G = masks
     for connectivity in ("fg26", "fg6"):
         if diu(P, G, connectivity=connectivity).total == 0:
-            assert critical_sites(P, G, connectivity=connectivity, rule="neighbours").count == 0
+            assert critical_sites(P, G, connectivity=connectivity).count == 0
 
 
 def test_a_handle_in_3d_is_critical_by_the_stricter_rule_alone():

@@ -98,8 +98,8 @@ def _checked_labels(target: Tensor, shape: torch.Size, ignore: Tensor | None) ->
     n_labels = max(shape[1], 2)  # one channel: 0 is background, 1 foreground
     bad = (labels != target) | (labels < 0) | (labels >= n_labels)
     if ignore is not None:
+        labels = labels.masked_fill(bad & ignore, 0)
         bad &= ~ignore
-        labels = labels.masked_fill(ignore, 0)
     if bad.any():
         raise ValueError(
             f"target has label {target[bad][0].item()} but input has {shape[1]} channels: "
