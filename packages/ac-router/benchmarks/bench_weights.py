@@ -1,0 +1,81 @@
+"""The feature weights of a layer against the official formulation, written anew: index_reduce for mean and deviation, one weight row a token."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import torch
+from torch import Tensor
+
+from ac_router import feature_weights, token_weights
+from chapbook_shared.bench import Comparison, compare, main
+
+
+def official(hidden: Tensor, prev: Tensor) -> Tensor:
+    """MAD weights as in the official language models: as many rows as the largest index, no minimum count."""
+    clusters = int(prev.max()) + 1
+    empty = hidden.new_zeros(clusters, hidden.shape[1])
+    mean = empty.index_reduce(0, prev, hidden, "mean", include_self=False)
+    deviation = (hidden - mean[prev]).abs()
+    spread = empty.index_reduce(0, prev, deviation, "mean", include_self=False)
+    weights = 1 / (spread + 1e-4)
+    weights = weights.clamp(max=10 * weights.mean())
+    return (weights / weights.mean(0))[prev]
+
+
+def official_pairwise(hidden: Tensor, prev: Tensor, clusters: int) -> Tensor:
+    """The mean distance over all pairs of a cluster, from the tensor of all differences."""
+    spread = hidden.new_ones(clusters, hidden.shape[1])
+    for k in range(clusters):
+        rows = hidden[prev == k]
+        if len(rows) > 1:
+            spread[k] = (rows[:, None] - rows[None]).abs().sum((0, 1)) / (len(rows) * (len(rows) - 1))
+    return (1 / (spread + 1e-4))[prev]
+
+
+def ours(hidden: Tensor, prev: Tensor, experts: int, **options) -> Callable[[], Tensor]:
+    return lambda: token_weights(feature_weights(hidden, prev, experts, **options), prev[:, None])
+
+
+def run() -> Iterator[Comparison]:
+    torch.manual_seed(0)
+    for tokens, dim, experts in (
+        (1024, 256, 16),
+        (4096, 256, 16),
+        (8192, 512, 16),
+        (4096, 1024, 64),
+        (8192, 2048, 128),
+    ):
+        hidden, prev = torch.randn(tokens, dim), torch.randint(0, experts, (tokens,))
+        torch.testing.assert_close(ours(hidden, prev, experts)(), official(hidden, prev), rtol=1e-3, atol=1e-3)
+        yield compare(
+            f"MAD weights, {tokens} tokens, d={dim}, {experts} experts",
+            ours=ours(hidden, prev, experts),
+            peer=lambda h=hidden, p=prev: official(h, p),
+            peer_name="official formulation",
+            goal=2.0,
+        )
+    pairwise = {"dispersion": "pairwise", "norm": None, "clip": None}
+    for tokens, dim in itertools.product((512, 2048), (64,)):
+        hidden, prev = torch.randn(tokens, dim), torch.randint(0, 4, (tokens,))
+        torch.testing.assert_close(
+            ours(hidden, prev, 4, **pairwise)(), official_pairwise(hidden, prev, 4), rtol=1e-3, atol=1e-3
+        )
+        yield compare(
+            f"pairwise weights, {tokens} tokens, d={dim}, 4 experts",
+            ours=ours(hidden, prev, 4, **pairwise),
+            peer=lambda h=hidden, p=prev: official_pairwise(h, p, 4),
+            peer_name="all pairs",
+            goal=2.0,
+        )
+    hidden, prev = torch.randn(8192, 512), torch.randint(0, 16, (8192,))
+    compiled = torch.compile(lambda h, p: token_weights(feature_weights(h, p, 16), p[:, None]), fullgraph=True)
+    yield compare(
+        "torch.compile of the same, 8192 tokens, d=512, 16 experts",
+        ours=lambda: compiled(hidden, prev),
+        peer=ours(hidden, prev, 16),
+        peer_name="ours, eager",
+    )
+
+
+if __name__ == "__main__":
+    main(run)
