@@ -96,7 +96,9 @@ class Budget:
         self.requests, self.tokens, self.money, self.prices = requests, tokens, money, prices
         self._lock = threading.Lock()
         self._spent = Spent()
-        self._under_way: list[Usage] = []
+        self._held = Usage(0, 0)
+        self._under_way = 0
+        """Requests under way; `_held` is their worst case together."""
         self._request_rate = None if requests_per_minute is None else _Rate(requests_per_minute, clock)
         self._token_rate = None if tokens_per_minute is None else _Rate(tokens_per_minute, clock)
 
@@ -120,7 +122,8 @@ class Budget:
             yield bill
         finally:
             with self._lock:
-                self._under_way.remove(estimate)
+                self._under_way -= 1
+                self._held = _plus(self._held, Usage(-estimate.prompt_tokens, -estimate.completion_tokens))
                 self._settle(bill)
 
     async def wait_for_turn(self, estimate: Usage) -> None:
@@ -143,19 +146,18 @@ class Budget:
                 if self._under_way:  # what is under way may cost less than its worst case
                     return False
                 raise BudgetExceeded(f"{over}; spent so far: {self._summary()}")
-            self._under_way.append(estimate)
+            self._under_way += 1
+            self._held = _plus(self._held, estimate)
             return True
 
     def _over(self, estimate: Usage) -> str:
-        held = [*self._under_way, estimate]
-        requests = self._spent.requests + len(held)
-        if self.requests is not None and requests > self.requests:
+        if self.requests is not None and self._spent.requests + self._under_way + 1 > self.requests:
             return f"the budget of {self.requests} requests is used up"
-        worst = sum(usage.prompt_tokens + usage.completion_tokens for usage in held)
-        if self.tokens is not None and self._spent.tokens + worst > self.tokens:
+        worst = _plus(self._held, estimate)
+        if self.tokens is not None and self._spent.tokens + worst.prompt_tokens + worst.completion_tokens > self.tokens:
             need = estimate.prompt_tokens + estimate.completion_tokens
             return f"the next request may take {need} tokens, which the budget of {self.tokens} tokens does not hold"
-        if self.money is not None and self._spent.money + sum(map(self.price, held)) > self.money:
+        if self.money is not None and self._spent.money + self.price(worst) > self.money:
             return f"the next request may cost {self.price(estimate):.6g}, beyond the budget of {self.money:.6g}"
         return ""
 
@@ -183,6 +185,10 @@ class Budget:
             f"{spent.requests} requests, {spent.prompt_tokens} prompt and {spent.completion_tokens} completion tokens"
             f"{money}"
         )
+
+
+def _plus(one: Usage, other: Usage) -> Usage:
+    return Usage(one.prompt_tokens + other.prompt_tokens, one.completion_tokens + other.completion_tokens)
 
 
 class Bill:

@@ -166,7 +166,7 @@ class Received:
     """One request as the server saw it."""
 
     path: str
-    body: Mapping[str, Any]
+    body: Any
     headers: Mapping[str, str] = field(repr=False)
     fault: Fault
     time: float
