@@ -12,9 +12,18 @@ from itertools import count
 import pytest
 
 from chapbook_shared.jobs import SettingsMismatchError
-from chapbook_shared.lm import Completion, Faults, RequestFailed, Sampling, ScriptedModel, Server, Usage
+from chapbook_shared.lm import Capabilities, Completion, Faults, RequestFailed, Sampling, ScriptedModel, Server, Usage
 from mmd_equality import Samples, two_sample_test
-from mmd_equality.sampling import VLLM, OpenAICompatible, Prompt, Transformers, load_prompts, prompt_sets, sample
+from mmd_equality.sampling import (
+    VLLM,
+    OpenAICompatible,
+    Prompt,
+    Transformers,
+    load_prompts,
+    prompt_sets,
+    sample,
+    template_tokens,
+)
 
 PROMPTS = [Prompt("a", "Say something."), Prompt("b", "Say something else.")]
 
@@ -144,6 +153,45 @@ def test_a_template_mismatch_shows_both_numbers(tmp_path):
     assert any("template-mismatch: 31 prompt tokens reported, 30 here" in w for w in report.warnings)
 
 
+def test_the_local_template_counts_what_is_sent(tmp_path):
+    class Tokenizer:
+        def apply_chat_template(self, turns, **options):
+            return {"input_ids": [0] * (4 + sum(len(turn["content"].split()) for turn in turns))}
+
+    report = sample(
+        numbered(usage=Usage(6, 1)),
+        PROMPTS,
+        n=1,
+        out=tmp_path / "s.jsonl",
+        expected_prompt_tokens=template_tokens(Tokenizer()),
+    )
+    assert report.warnings == ("template-mismatch: 6 prompt tokens reported, 7 here (1 completions)",)
+
+
+def test_sampling_inside_a_running_loop(tmp_path):
+    import asyncio
+
+    async def notebook():
+        return sample(numbered(), PROMPTS, n=2, out=tmp_path / "s.jsonl")
+
+    assert asyncio.run(notebook()).samples.counts == {"a": 2, "b": 2}
+
+
+def test_what_was_finished_before_an_interruption_can_be_read(tmp_path):
+    class Interrupted:
+        name, capabilities, asked = "m", Capabilities(chat=True), 0
+
+        async def achat(self, messages, sampling):
+            self.asked += 1
+            if self.asked == 4:
+                raise KeyboardInterrupt
+            return Completion(f"answer {self.asked}", "stop", "m")
+
+    with pytest.raises(KeyboardInterrupt):
+        sample(Interrupted(), PROMPTS, n=4, out=tmp_path / "s.jsonl", concurrency=1)
+    assert len(Samples.from_jsonl(tmp_path / "s.jsonl")) == 3
+
+
 def test_a_change_of_the_served_model_warns_or_stops(tmp_path):
     answers = lambda: [Completion(f"t{i}", "stop", "old" if i < 2 else "new") for i in range(4)]  # noqa: E731
     report = sample(ScriptedModel(chat=answers(), name="m"), PROMPTS, n=2, out=tmp_path / "a.jsonl", concurrency=1)
@@ -214,7 +262,7 @@ def test_killed_again_and_again_it_ends_with_exactly_n(tmp_path):
         textwrap.dedent(
             """
             import sys, time
-            from chapbook_shared.lm import Completion, ScriptedModel
+            from chapbook_shared.lm import Capabilities, Completion, ScriptedModel
             from mmd_equality.sampling import Prompt, sample
             def slow(messages, sampling):
                 time.sleep(0.005)

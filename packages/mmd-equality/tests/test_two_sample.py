@@ -170,6 +170,27 @@ def test_the_simulated_null_draws_disjoint_samples_without_replacement(source):
     assert abs(centred.mean()) < 4 * centred.std() / np.sqrt(4000)  # with replacement it would sit well above zero
 
 
+def test_a_simulated_null_is_made_once_for_all_endpoints(source, monkeypatch):
+    from mmd_equality import two_sample
+
+    pool, x = source(40, m=2, seed=5), source(10, m=2, seed=1)
+    options = {"null": "simulated", "alternative_pool": pool, "n_permutations": 199, "random_state": 3}
+    first = two_sample_test(x, source(10, m=2, seed=6), **options)
+    monkeypatch.setattr(two_sample, "simulated_null", lambda *a, **k: pytest.fail("computed again"))
+    second = two_sample_test(x, source(10, m=2, seed=7), **options)
+    assert (first.null_distribution == second.null_distribution).all()
+
+
+def test_a_pooled_shuffle_that_leaves_no_pair_counts_against_rejection():
+    x = Samples([0, 0, 1], ["a", "b", "c"], design="random")
+    y = Samples([0, 0, 1], ["a", "c", "d"], design="random")
+    result = two_sample_test(x, y)
+    assert result.strata == "pooled"
+    assert np.isfinite(result.statistic)
+    assert 0 < result.pvalue <= 1
+    assert json.loads(result.to_json())["null_standard_deviation"] >= 0
+
+
 def test_a_pooled_shuffle_wastes_level_under_a_fixed_design_and_the_stratified_one_does_not():
     """Two rows a prompt: the pooled shuffle makes uneven splits that the data cannot show (official code: 2.3% at 5%)."""
     gold = json.loads(

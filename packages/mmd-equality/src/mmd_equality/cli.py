@@ -84,6 +84,10 @@ def sample(
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Ask again for what is recorded as failed.")
     ] = False,
+    template: Annotated[
+        str | None,
+        typer.Option(help="Tokenizer (folder or hub name) whose chat template should give the reported prompt length."),
+    ] = None,
     strict: Annotated[bool, typer.Option("--strict", help="Stop if the served model's name changes.")] = False,
     seed: Seed = 0,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Say what would be asked, and ask nothing.")] = False,
@@ -126,6 +130,11 @@ def sample(
         source = nullcontext(collect.Transformers(local))
     wanted = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
     options: dict[str, Any] = {"verb": verb, "seed": seed, "retry_failed": retry_failed, "strict": strict}
+    if template is not None:
+        from chapbook_shared.validate import import_extra
+
+        tokenizer = import_extra("transformers", "mmd-equality[local]").AutoTokenizer.from_pretrained(template)
+        options["expected_prompt_tokens"] = collect.template_tokens(tokenizer)
     with source as ready:
         done = collect.sample(
             ready, items, n=n, out=out, sampling=wanted, concurrency=concurrency if local is None else 4096, **options

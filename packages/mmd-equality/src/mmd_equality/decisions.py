@@ -423,10 +423,16 @@ def audit(
 
     def test(x: Samples, y: Samples, *names: object) -> TestResult:
         seed = derive_seed(random_state, *map(str, names))
-        return two_sample_test(
-            x, y, kernel=resolved, normalization=normalization, n_permutations=n_permutations, alpha=alpha,
-            max_length=lengths[str(names[1])], random_state=seed, n_jobs=n_jobs, **options,
-        )  # fmt: skip
+        wanted = dict(options)
+        if max(x.failure_rate, y.failure_rate) > failure_limit:  # inconclusive anyway: show what is left
+            wanted |= {"on_small": "drop", "on_missing": "drop"}
+        try:
+            return two_sample_test(
+                x, y, kernel=resolved, normalization=normalization, n_permutations=n_permutations, alpha=alpha,
+                max_length=lengths[str(names[1])], random_state=seed, n_jobs=n_jobs, **wanted,
+            )  # fmt: skip
+        except (ValueError, TypeError) as error:
+            raise type(error)(f"{' / '.join(map(str, names))}: {error}") from None
 
     lengths: dict[Task, int | None] = {}
     for task in {task for _, task, _ in lines}:

@@ -79,7 +79,8 @@ def _null(result: Mapping[str, Any]) -> Any:
     figure, axes = _axes()
     draws = [v for v in result["null_distribution"] if v is not None]
     axes.hist(draws, bins=min(60, max(10, len(draws) // 20)), color="#9db4c8", label="if nothing differed")
-    axes.axvline(result["critical_value"], color="#555", linestyle="--", label=f"critical at {result['alpha']:g}")
+    if result["critical_value"] is not None:
+        axes.axvline(result["critical_value"], color="#555", linestyle="--", label=f"critical at {result['alpha']:g}")
     axes.axvline(result["statistic"], color="#c0392b", linewidth=2, label=f"observed, p = {result['pvalue']:.3g}")
     axes.set(xlabel="MMD²" if result["statistic_name"] == "mmd" else result["statistic_name"], ylabel="draws")
     axes.legend(frameon=False, fontsize=9)
@@ -100,7 +101,7 @@ def _power_of_effect(result: Mapping[str, Any]) -> Any:
     from scipy.special import ndtr
 
     figure, axes = _axes(height=2.8)
-    spread, critical = result["null_standard_deviation"] or 1e-12, result["critical_value"]
+    spread, critical = result["null_standard_deviation"] or 1e-12, result["critical_value"] or 0.0
     top = max(critical + 4 * spread, result["statistic"] * 1.2)
     effects = [top * i / 200 for i in range(201)]
     axes.plot(effects, [float(ndtr((e - critical) / spread)) for e in effects], color="#2c6e91")

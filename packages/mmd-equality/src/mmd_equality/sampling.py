@@ -20,6 +20,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from importlib import resources
@@ -43,6 +44,7 @@ __all__ = [
     "load_prompts",
     "prompt_sets",
     "sample",
+    "template_tokens",
 ]
 
 PROMPT_SETS = ("continuations", "code", "questions")
@@ -198,8 +200,10 @@ def sample(
         wanted = store.missing(by_key)
         if retry_failed:
             wanted += [key for key, row in store.items() if row.get("error") and key in by_key]
-        _ask(run, store, [by_key[key] for key in wanted], concurrency, known_good=len(store) > 0)
-        _export(store, path, by_key)
+        try:
+            _ask(run, store, [by_key[key] for key in wanted], concurrency, known_good=len(store) > 0)
+        finally:  # after an interruption, what is there can be read
+            _export(store, path, by_key)
     samples = Samples.from_jsonl(path)
     return SampleReport(
         samples,
@@ -347,7 +351,13 @@ def _ask(run: _Run, store: Store, wanted: list[tuple[Prompt, int]], concurrency:
                     workers.create_task(worker())
 
     try:
-        asyncio.run(work())
+        try:
+            asyncio.get_running_loop()
+        except RuntimeError:
+            asyncio.run(work())
+        else:  # in a notebook: a loop of its own, in a thread of its own
+            with ThreadPoolExecutor(1) as thread:
+                thread.submit(asyncio.run, work()).result()
     except BaseExceptionGroup as group:
         raise _first_of(group) from None
 
@@ -389,6 +399,20 @@ def _closing_warnings(samples: Samples, base: Sampling) -> Iterator[str]:
             )
     if samples.failures:
         yield f"failed-requests: {sum(samples.failures.values())} ({samples.failure_rate:.1%}) recorded as failed"
+
+
+def template_tokens(tokenizer: Any) -> Callable[[Prompt], int]:
+    """What a local chat template counts for a prompt, for `expected_prompt_tokens`: a transformers tokenizer's template and ids.
+
+    A differing count at the endpoint means another template (or a date, or a system prompt of its own) and so another prompt.
+    """
+
+    def count(prompt: Prompt) -> int:
+        turns = [dict(turn) for turn in prompt.messages or ({"role": "user", "content": str(prompt.text)},)]
+        ids = tokenizer.apply_chat_template(turns, add_generation_prompt=True, tokenize=True, return_dict=True)
+        return len(ids["input_ids"])
+
+    return count
 
 
 # -- thin constructors

@@ -13,7 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from chapbook_shared.validate import check_choice, check_int
-from mmd_equality.kernels import Block, Hamming, Kernel, OneHot, hamming_counts, kernel_from_name, row_codes
+from mmd_equality.kernels import (
+    AllSubstrings,
+    Block,
+    Hamming,
+    Kernel,
+    KSpectrum,
+    OneHot,
+    hamming_counts,
+    kernel_from_name,
+    row_codes,
+)
 from mmd_equality.permutation import (
     BaselineProblem,
     GramProblem,
@@ -33,6 +43,8 @@ __all__ = ["Caution", "PromptEffect", "TestResult", "jackknife_interval", "two_s
 
 # A Gram matrix of more bytes than this is never made for Hamming or one-hot: counts per position do the same job.
 GRAM_BYTES = 512_000_000
+# A simulated null depends on the reference, the sizes and the settings only: one serves every endpoint. The last 16 are kept.
+_SIMULATED: dict[Any, NDArray[np.float64]] = {}
 Strata = Literal["auto", "prompt", "pooled"]
 Null = Literal["auto", "permutation", "exact", "simulated"]
 
@@ -102,6 +114,12 @@ class TestResult:
         """The statistic from which on this null rejects at alpha: the (1 - alpha) quantile of the draws."""
         return float(np.quantile(self.null_distribution, 1 - self.alpha, method="higher"))
 
+    @property
+    def null_spread(self) -> float:
+        """Standard deviation of the draws (of the finite ones: a pooled shuffle can leave a term without a pair)."""
+        finite = self.null_distribution[np.isfinite(self.null_distribution)]
+        return float(finite.std()) if len(finite) else 0.0
+
     def minimal_detectable(self, power: float = 0.8) -> float:
         """The MMD^2 that a test of these sizes would find with probability `power`, by a normal approximation.
 
@@ -110,7 +128,7 @@ class TestResult:
         """
         from scipy.special import ndtri
 
-        spread = float(np.std(self.null_distribution))
+        spread = self.null_spread
         if self.standard_error is not None:
             spread = max(spread, self.standard_error)
         return self.critical_value + float(ndtri(power)) * spread
@@ -119,7 +137,7 @@ class TestResult:
         """Probability that a test of these sizes finds an MMD^2 of `effect`, by the same approximation."""
         from scipy.special import ndtr
 
-        spread = float(np.std(self.null_distribution))
+        spread = self.null_spread
         if spread == 0:
             return float(effect >= self.critical_value and effect > 0)
         return float(ndtr((effect - self.critical_value) / spread))
@@ -153,8 +171,8 @@ class TestResult:
         out["per_prompt"] = [vars(e) for e in self.per_prompt]
         out["warnings"] = [vars(c) for c in self.warnings]
         out["null_distribution"] = [float(v) if math.isfinite(v) else None for v in draws]
-        out["null_standard_deviation"] = float(np.std(self.null_distribution))
-        out["critical_value"] = self.critical_value
+        out["null_standard_deviation"] = self.null_spread
+        out["critical_value"] = self.critical_value if math.isfinite(self.critical_value) else None
         out["reject"] = self.reject
         return out
 
@@ -553,10 +571,23 @@ def _null(
         Block(matrix[groups[label]], [pool.completions[i][:length] for i in groups[label]], np.array(groups[label]))
         for label in prompts
     ]
-    grams = [kernel.counts(block) for block in blocks]
-    values = simulated_null(
-        grams, problem.sizes, draws, seed, normalization=problem.normalization, weights=problem.weights
-    )
+    key = None
+    if type(kernel) in (Hamming, OneHot, KSpectrum, AllSubstrings) and isinstance(seed.entropy, int):
+        weights = None if problem.weights is None else tuple(problem.weights)
+        key = (
+            pool.fingerprint(), tuple(prompts), length, tuple(problem.sizes), kernel.name, problem.normalization, weights,
+            draws, seed.entropy, seed.spawn_key,
+        )  # fmt: skip
+    values = _SIMULATED.get(key)
+    if values is None:
+        grams = [kernel.counts(block) for block in blocks]
+        values = simulated_null(
+            grams, problem.sizes, draws, seed, normalization=problem.normalization, weights=problem.weights
+        )
+        if key is not None:
+            while len(_SIMULATED) >= 16:
+                del _SIMULATED[next(iter(_SIMULATED))]
+            _SIMULATED[key] = values
     reach = ~(values < observed - 1e-11 * max(1.0, abs(observed)))
     return NullDraws(values, int(reach.sum()), draws), "simulated"
 
