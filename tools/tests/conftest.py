@@ -28,14 +28,21 @@ class Done:
         return json.loads(self.out)
 
 
+@pytest.fixture(scope="session")
+def bytecode(tmp_path_factory) -> Path:
+    """Where the many short processes of these tests keep what they compile."""
+    return tmp_path_factory.mktemp("bytecode")
+
+
 @pytest.fixture
-def chapbook(tmp_path) -> Callable[..., Done]:
+def chapbook(tmp_path, bytecode) -> Callable[..., Done]:
     """Run `python -m chapbook …` in an empty folder."""
     here = tmp_path / "here"
     here.mkdir()
 
     def run(*arguments: object, path: Path | None = None, cwd: Path = here) -> Done:
-        environment = {**os.environ, "PYTHONPATH": str(path or "")}
+        environment = {**os.environ, "PYTHONPATH": str(path or ""), "PYTHONPYCACHEPREFIX": str(bytecode)}
+        environment.pop("PYTHONDONTWRITEBYTECODE", None)
         command = [sys.executable, "-m", "chapbook", *map(str, arguments)]
         done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, encoding="utf-8")
         return Done(done.returncode, done.stdout, done.stderr)

@@ -312,55 +312,54 @@ def test_a_wheel_from_the_sdist_that_differs_is_found(edit, tmp_path, wheel_file
     assert second.startswith("demo_pkg/trimming.py differs")
 
 
-def run_alone(edit, monkeypatch, tmp_path, **install):
-    environment = alone.Environment(Path(sys.executable), tmp_path)
+def run_alone(edit, monkeypatch, folder, **install):
+    environment = alone.Environment(Path(sys.executable), folder)
     monkeypatch.setattr(alone.Environment, "install", install.get("install", lambda self, *wheels: None))
     monkeypatch.setattr(alone.Environment, "python", property(lambda self: Path(sys.executable)))
-    variables = environment.variables()
-    variables["PYTHONPATH"] = str(edit.member.source)
+    variables = {**environment.variables(), "PYTHONPATH": str(edit.member.source)}
     monkeypatch.setattr(alone.Environment, "variables", lambda self: variables)
     return list(alone.problems(edit.member, environment, []))
 
 
-def test_a_sound_package_stands_alone(edit, monkeypatch, tmp_path):
-    assert run_alone(edit, monkeypatch, tmp_path) == []
+def test_a_sound_package_stands_alone(edit, monkeypatch, bytecode):
+    assert run_alone(edit, monkeypatch, bytecode) == []
 
 
-def test_a_name_in_all_that_is_not_there_is_found(edit, monkeypatch, tmp_path):
+def test_a_name_in_all_that_is_not_there_is_found(edit, monkeypatch, bytecode):
     edit.replace(FACE, '["trimmed_mean"]', '["trimmed_mean", "no_such_name"]')
-    [problem] = run_alone(edit, monkeypatch, tmp_path)
+    [problem] = run_alone(edit, monkeypatch, bytecode)
     assert "demo_pkg.no_such_name raises AttributeError" in problem
 
 
-def test_a_missing_extra_must_name_the_install_line(edit, monkeypatch, tmp_path):
+def test_a_missing_extra_must_name_the_install_line(edit, monkeypatch, bytecode):
     edit.write("src/demo_pkg/glue.py", "import no_such_library\n")
-    [problem] = run_alone(edit, monkeypatch, tmp_path)
+    [problem] = run_alone(edit, monkeypatch, bytecode)
     assert "it should raise ImportError with the line pip install 'demo-pkg[…]'" in problem
     named = "from chapbook_shared.validate import import_extra\nimport_extra('no_such_library', 'demo-pkg[demo]')\n"
     edit.write("src/demo_pkg/glue.py", named)
-    assert run_alone(edit, monkeypatch, tmp_path) == []
+    assert run_alone(edit, monkeypatch, bytecode) == []
 
 
-def test_readme_code_that_fails_is_found_with_its_line(edit, monkeypatch, tmp_path):
+def test_readme_code_that_fails_is_found_with_its_line(edit, monkeypatch, bytecode):
     edit.replace("README.md", "print(trimmed_mean", "print(trimmed_median")
-    [problem] = run_alone(edit, monkeypatch, tmp_path)
+    [problem] = run_alone(edit, monkeypatch, bytecode)
     assert "NameError: name 'trimmed_median' is not defined" in problem
     number = edit.member.readme.splitlines().index("print(trimmed_median(values, share=0.2))  # 3.0") + 1
     assert f"line {number}" in problem
 
 
-def test_a_slow_import_is_found(edit, monkeypatch, tmp_path):
+def test_a_slow_import_is_found(edit, monkeypatch, bytecode):
     monkeypatch.setattr(alone, "IMPORT_SECONDS", 0.001)
-    [problem] = run_alone(edit, monkeypatch, tmp_path)
+    [problem] = run_alone(edit, monkeypatch, bytecode)
     assert "import demo_pkg takes" in problem
     assert "more than 0.001 s" in problem
 
 
-def test_a_wheel_that_does_not_install_is_one_finding(edit, monkeypatch, tmp_path):
+def test_a_wheel_that_does_not_install_is_one_finding(edit, monkeypatch, bytecode):
     def install(self, *wheels):
         raise UvError("uv pip install failed: no such version")
 
-    [problem] = run_alone(edit, monkeypatch, tmp_path, install=install)
+    [problem] = run_alone(edit, monkeypatch, bytecode, install=install)
     assert problem == "the wheel does not install alone: uv pip install failed: no such version"
 
 

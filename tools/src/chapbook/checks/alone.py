@@ -24,6 +24,12 @@ from .imports import distributions, imported_at_once, is_foreign, modules, provi
 PROBE = Path(__file__).with_name("probe.py")
 IMPORT_SECONDS = 1.0
 TIMEOUT = 300.0
+INHERITED = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
+"""What the environment of the one who checks may not hand on to the package under test."""
+
+
+def without(variables: Mapping[str, str], *names: str) -> dict[str, str]:
+    return {name: value for name, value in variables.items() if name not in names}
 
 
 class Failed(Exception):
@@ -52,8 +58,7 @@ class Environment:
         run_uv("pip", "install", "--quiet", "--python", str(self.python), *map(str, wheels), cwd=self.folder)
 
     def variables(self) -> dict[str, str]:
-        dropped = ("PYTHONPATH", "PYTHONHOME", "PYTHONDONTWRITEBYTECODE", "VIRTUAL_ENV")
-        kept = {name: value for name, value in os.environ.items() if name not in dropped}
+        kept = without(os.environ, *INHERITED)
         return {
             **kept,
             "PYTHONPYCACHEPREFIX": str(self.bytecode),
@@ -148,12 +153,18 @@ def check_commands(member: Member, environment: Environment, variables: Mapping[
             yield f"{command} does not start: {error}"
 
 
-def light(member: Member, workspace: Workspace) -> Iterator[str]:
+def light(member: Member, workspace: Workspace, bytecode: Path | None = None) -> Iterator[str]:
     """With everything of the workspace installed, importing the package loads only what its base install declares.
 
-    What a declared library loads by itself is its own affair, so that is taken off.
+    What a declared library loads by itself is its own affair, so that is taken off. `bytecode` is where compiled modules
+    are kept from one package to the next.
     """
-    variables = {**os.environ, "PYTHONPATH": os.pathsep.join(str(other.source) for other in workspace.members)}
+    variables = {
+        **without(os.environ, *INHERITED),
+        "PYTHONPATH": os.pathsep.join(str(other.source) for other in workspace.members),
+    }
+    if bytecode is not None:
+        variables["PYTHONPYCACHEPREFIX"] = str(bytecode)
     readers = read_modules(member)
     direct = sorted(
         {

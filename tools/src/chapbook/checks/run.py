@@ -58,17 +58,17 @@ def run_checks(
     started: Callable[[str], None] = lambda name: None,
 ) -> Iterator[Result]:
     """`quick` leaves out all that builds or installs; `interpreters` are version -> path."""
-    for member in members:
-        for check, find in READING.items():
-            yield timed(member.dist, check, find, member, workspace)
-        started(f"{member.dist}: light import")
-        yield timed(member.dist, "light import", alone.light, member, workspace)
-    if quick:
-        return
     with tempfile.TemporaryDirectory(prefix="chapbook-check-") as scratch:
         folder = Path(scratch)
-        built: dict[str, Path] = {}
+        for member in members:
+            for check, find in READING.items():
+                yield timed(member.dist, check, find, member, workspace)
+            started(f"{member.dist}: light import")
+            yield timed(member.dist, "light import", alone.light, member, workspace, folder / "bytecode")
+        if quick:
+            return
         shared = [member for member in workspace.members if member.kind == "shared"]
+        built: dict[str, Path] = {}
         for member in dict.fromkeys([*members, *shared]):
             started(f"{member.dist}: wheel")
             result = timed(member.dist, "wheel", build, member, folder, built)
@@ -79,15 +79,8 @@ def run_checks(
             for member in members:
                 started(f"{member.dist}: alone on Python {version}")
                 needed = list(dict.fromkeys([member, *shared]))
-                yield timed(
-                    member.dist,
-                    f"alone on {version}",
-                    stand_alone,
-                    member,
-                    needed,
-                    environment,
-                    built,
-                )
+                check = f"alone on {version}"
+                yield timed(member.dist, check, stand_alone, member, needed, environment, built)
 
 
 def build(member: Member, folder: Path, built: dict[str, Path]) -> Iterator[str]:
