@@ -1,0 +1,51 @@
+"""torch.compile, in a process of its own: the shape checks that tests run under are not for the compiler."""
+
+import subprocess
+import sys
+import textwrap
+
+SCRIPT = """
+    import torch
+    import umup.nn as unn
+    from umup.optim import get_param_groups
+
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    model = unn.TransformerDecoder(13, 16, 2, 4, kv_heads=2, scale_seq_len=8)
+    eager = unn.TransformerDecoder(13, 16, 2, 4, kv_heads=2, scale_seq_len=8)
+    eager.load_state_dict(model.state_dict())
+
+    count = 0
+    def backend(graph, inputs):
+        global count
+        count += 1
+        return graph.forward
+
+    for name in ("aot_eager", backend):
+        torch._dynamo.reset()
+        compiled = torch.compile(model.loss, fullgraph=True, dynamic=None, backend=name)
+        for batch in (2, 3, 4, 5, 6):
+            ids = torch.randint(13, (batch, 8))
+            model.zero_grad()
+            eager.zero_grad()
+            loss = compiled(ids)
+            loss.backward()
+            wanted = eager.loss(ids)
+            wanted.backward()
+            torch.testing.assert_close(loss, wanted)
+            for a, b in zip(model.parameters(), eager.parameters(), strict=True):
+                torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-5)
+    # One graph for the first batch size and one, dynamic, for all others: what a plain model takes.
+    assert count <= 2, count
+    whole = torch.compile(model)
+    assert len(get_param_groups(whole, 1.0)) == len(get_param_groups(model, 1.0))
+    print("same")
+"""
+
+
+def test_the_whole_loss_compiles_to_one_graph_and_follows_the_batch_size():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "same" in done.stdout
