@@ -129,16 +129,24 @@ def try_(
 
 
 def claims_table(runs: Sequence[demos.Run]) -> Table:
-    table = Table("package", "method", "baseline", "claim", "measured", "holds?", show_lines=True)
+    """One row a claim; package, method and baseline stand in the first row of each package alone."""
+    table = Table(padding=(0, 1))
+    table.add_column("package", no_wrap=True)
+    for name, ratio in (("method", 3), ("baseline", 2), ("claim", 5), ("measured", 4)):
+        table.add_column(name, overflow="fold", ratio=ratio)
+    table.add_column("holds?", max_width=13)
     for run in runs:
+        table.add_section()
         if isinstance(run.outcome, Crash):
             reason = run.outcome.reason.splitlines()[-1].strip()
             table.add_row(escape(run.package), "", "", "", escape(reason), "[bold red]crashed[/]")
             continue
         report = run.outcome
+        whose = (report.package, report.method, report.baseline)
         for claim in report.claims:
-            cells = (report.package, report.method, report.baseline, claim.claim, claim.measured)
+            cells = (*whose, claim.claim, claim.measured)
             table.add_row(*map(escape, cells), f"[{STATUS_STYLE[claim.status]}]{claim.status}[/]")
+            whose = ("", "", "")
     return table
 
 
