@@ -34,7 +34,11 @@ _QUESTIONS = (
 
 WORLD = (
     ("What is the capital of France?", "Paris", ("Madrid", "Vienna", "Oslo")),
-    ("What is the largest ocean on Earth?", "The Pacific Ocean", ("The Arctic Ocean", "The Black Sea", "The Baltic Sea")),
+    (
+        "What is the largest ocean on Earth?",
+        "The Pacific Ocean",
+        ("The Arctic Ocean", "The Black Sea", "The Baltic Sea"),
+    ),
     ("Which planet is closest to the Sun?", "Mercury", ("Neptune", "Saturn", "Jupiter")),
     ("What do bees make?", "Honey", ("Silk", "Butter", "Paper")),
     ("How many days are in a week?", "Seven", ("Nine", "Four", "Twelve")),

@@ -301,6 +301,14 @@ class UnlearnTrainer(Trainer):
         else:
             self._ref_model = prepare_copy(self.accelerator, freeze_copy(self.model))
 
+    def use_base_as_reference(self) -> None:
+        """Take the model without any adapter as the reference, also if the adapter was trained before."""
+        if not has_adapter(self.model):
+            raise ValueError("the model has no adapter to switch off: pass ref_model instead")
+        if self._ref_adapter is not None:
+            self.model.delete_adapter(self._ref_adapter)
+            self._ref_adapter = None
+
     def _reference_parts(self, inputs: Mapping[str, Any]) -> dict[PartName, Part]:
         """What the method reads of the reference, for the parts it reads it on."""
         names = tuple(

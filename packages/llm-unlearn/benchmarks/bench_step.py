@@ -1,0 +1,101 @@
+"""One ME+GD step of the trainer against a plain fine-tuning step on the same tokens, and a padding-free epoch against a fixed-length loader.
+
+The model is a small Llama with SmolLM2's vocabulary; the data have the lengths of TOFU (prompts of 15 to 30 tokens, answers of 20 to 60).
+"""
+
+import contextlib
+import io
+import random
+import tempfile
+from collections.abc import Iterator
+
+import torch
+from chapbook_shared.bench import Comparison, compare, main
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging as transformers_logging
+
+from llm_unlearn import UnlearnConfig, UnlearnTrainer
+
+VOCAB = 49_152
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    vocab = {str(i): i for i in range(VOCAB - 6)}
+    vocab |= {word: VOCAB - 6 + i for i, word in enumerate(("<eos>", "<unk>", "Question", "Answer", ":"))}
+    raw = Tokenizer(models.WordLevel(vocab, unk_token="<unk>"))
+    raw.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=raw, eos_token="<eos>", unk_token="<unk>")
+
+
+def make_items(n: int, seed: int) -> list[dict[str, str]]:
+    rng = random.Random(seed)
+
+    def words(low: int, high: int) -> str:
+        return " ".join(str(rng.randrange(VOCAB - 6)) for _ in range(rng.randint(low, high)))
+
+    return [{"question": words(15, 30), "answer": words(20, 60)} for _ in range(n)]
+
+
+def make_model() -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
+            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+        )  # fmt: skip
+    )
+
+
+def trainer(method: str, items: int, **settings) -> UnlearnTrainer:
+    args = UnlearnConfig(
+        output_dir=tempfile.mkdtemp(), method=method, use_cpu=True, save_strategy="no", disable_tqdm=True,
+        per_device_train_batch_size=4, num_train_epochs=1, warmup_epochs=0, logging_strategy="no", **settings,
+    )  # fmt: skip
+    return UnlearnTrainer(
+        make_model(), args, forget_dataset=make_items(items, 1), retain_dataset=make_items(items, 2),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+
+
+def run() -> Iterator[Comparison]:
+    transformers_logging.set_verbosity_error()
+    for method in ("ME+GD", "GA+GD", "IDK+AP"):
+        unlearn = trainer(method, 4)
+        data = unlearn.train_dataset
+        batch = unlearn.data_collator([data[i] for i in range(4)])
+        model = unlearn.model
+        width = max(len(e.input_ids) for i in range(4) for e in data[i].examples.values())
+        examples = [data[i].examples[part] for part in data.parts for i in range(4)]
+        ids = torch.tensor([list(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
+        mask = torch.tensor([[1] * len(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
+        labels = ids.masked_fill(mask == 0, -100)
+
+        def ours(unlearn=unlearn, model=model, batch=batch):
+            model.train()
+            unlearn.compute_loss(model, batch).backward()
+            model.zero_grad()
+
+        def plain(model=model, ids=ids, mask=mask, labels=labels):
+            model.train()
+            model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+            model.zero_grad()
+
+        yield compare(
+            f"{method} step, {int(mask.sum())} tokens", ours, plain, peer_name="plain SFT step, padded to the longest",
+            goal=1 / 1.15 if method == "ME+GD" else 1 / 1.1 if method == "IDK+AP" else None,
+        )  # fmt: skip
+
+    def epoch(**settings):
+        with contextlib.redirect_stdout(io.StringIO()):
+            trainer("ME+GD", 16, **settings).train()
+
+    yield compare(
+        "ME+GD epoch, 16 items", lambda: epoch(padding_free=True),
+        lambda: epoch(me_positions="padded", pad_to=500, max_length=500),
+        peer_name="padded to 500 as in the official loader", repeats=3,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    main(run)

