@@ -482,3 +482,13 @@ def test_bad_tokens_are_errors_that_show_the_sizes():
         router(hidden, prev[:-1])
     with pytest.raises(ValueError, match="mask has 3 entries"):
         router(hidden, prev, mask=torch.ones(3))
+
+
+@pytest.mark.parametrize("options", [{}, {"mix_weights": True}, {"stat_source": "previous"}])
+def test_assignments_masks_and_statistics_from_another_device_are_moved(options):
+    # As when a model's layers lie on several devices; "meta" refuses to mix with the CPU like any other.
+    hidden, prev = assigned()
+    router = ACRouter(6, 4, 2, **options).to("meta")
+    out = router(hidden.to("meta"), prev, mask=torch.ones(48), prev_weights=torch.rand(48, 2), prev_hidden=hidden)
+    assert {tensor.device.type for tensor in out} == {"meta"}
+    assert out.logits.shape == (48, 4)

@@ -235,6 +235,8 @@ class AdaptiveWeights(nn.Module):
             return self._table().to(hidden.device), None
         if statistics is None:
             statistics = self.statistics(hidden, valid_labels(prev, mask).to(hidden.device))
+        else:
+            statistics = ClusterStatistics(*(values.to(hidden.device) for values in statistics))
         table = with_unit_row(self.from_statistics(statistics))
         if not training:
             enough = statistics[0].sum() >= self.min_count

@@ -15,6 +15,7 @@ All of it is fixed-shape (`num_experts` rows, whatever occurs), without gradient
 for float64 tokens).
 """
 
+import contextlib
 import warnings
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -396,10 +397,17 @@ def scale_by_table(hidden: Tensor, table: Tensor, rows: Tensor) -> Tensor:
     return _scale(hidden, table, rows)
 
 
+def full_precision(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """No autocast: routing is decided in float32."""
+    if torch.amp.is_autocast_available(device.type):
+        return torch.autocast(device_type=device.type, enabled=False)
+    return contextlib.nullcontext()
+
+
 def _rows(table: Tensor, rows: Tensor) -> Tensor:
     if rows.ndim == 1:
         return table.index_select(0, rows)
-    with torch.autocast(device_type=table.device.type, enabled=False):
+    with full_precision(table.device):
         return rows @ table
 
 

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ac_router.adaptive import AdaptiveWeights, RoutingState
-from ac_router.clusters import check_assignment, flatten_assignment
+from ac_router.clusters import check_assignment, flatten_assignment, full_precision
 from ac_router.diagnostics import observe
 from ac_router.router import ACRouter, RouterOutput, load_balance_loss
 from chapbook_shared.validate import check_choice, check_int
@@ -227,7 +227,7 @@ class ACSoftMoE(nn.Module):
 
     def _score(self, tokens: Tensor) -> Tensor:
         dtype = torch.promote_types(tokens.dtype, torch.float32)
-        with torch.autocast(device_type=tokens.device.type, enabled=False):
+        with full_precision(tokens.device):
             slots = self.slots.to(dtype)
             if self.scale is not None:
                 slots = self.scale.to(dtype) * F.normalize(slots, dim=-1)

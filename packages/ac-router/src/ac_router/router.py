@@ -12,7 +12,15 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 
 from ac_router.adaptive import AdaptiveWeights, RoutingState, Stats
-from ac_router.clusters import Dispersion, Norm, ProcessGroup, check_assignment, flatten_assignment, valid_labels
+from ac_router.clusters import (
+    Dispersion,
+    Norm,
+    ProcessGroup,
+    check_assignment,
+    flatten_assignment,
+    full_precision,
+    valid_labels,
+)
 from ac_router.diagnostics import observe
 from chapbook_shared.validate import check_choice, check_int, check_positive
 
@@ -228,7 +236,7 @@ class ACRouter(nn.Module):
     def score(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens experts"]:
         """The logits of tokens as they are, in float32 (float64 for float64 tokens)."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
-        with torch.autocast(device_type=hidden.device.type, enabled=False):
+        with full_precision(hidden.device):
             hidden, weight = hidden.to(dtype), self.weight.to(dtype)
             if self.router != "linear":
                 weight = F.normalize(weight, dim=-1, eps=1e-4)
