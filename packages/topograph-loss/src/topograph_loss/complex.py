@@ -98,16 +98,17 @@ def component_graph(cells: UInt8[np.ndarray, "*cells"]) -> ComponentGraph:
     labels, n = cc3d.connected_components(cells + 1, connectivity=FACES[cells.ndim], return_N=True)
     flat_cells, flat_labels = cells.ravel(), labels.ravel()
     is_wrong = wrong_cells(flat_cells)
-    wrong, right = [], []
+    wrong, right, right_is_tp = [], [], []
     for axis, length in enumerate(cells.shape):
         step = prod(cells.shape[axis + 1 :])
         low = np.flatnonzero(is_wrong[:-step] ^ is_wrong[step:])
         low = low[(low // step) % length != length - 1]  # the last cell of a row has no neighbour in the next row
         low_is_wrong = is_wrong[low]
-        wrong.append(np.where(low_is_wrong, low, low + step))
-        right.append(np.where(low_is_wrong, low + step, low))
-    at_wrong, at_right = np.concatenate(wrong), np.concatenate(right)
-    return ComponentGraph(labels, int(n), flat_labels[at_wrong], flat_labels[at_right], flat_cells[at_right] == TP)
+        at_right = np.where(low_is_wrong, low + step, low)
+        right.append(flat_labels[at_right])
+        right_is_tp.append(flat_cells[at_right] == TP)
+        wrong.append(flat_labels[np.where(low_is_wrong, low, low + step)])
+    return ComponentGraph(labels, int(n), np.concatenate(wrong), np.concatenate(right), np.concatenate(right_is_tp))
 
 
 def wrong_cells(cells: UInt8[np.ndarray, "*cells"]) -> Bool[np.ndarray, "*cells"]:

@@ -31,7 +31,6 @@ def hard_prediction(
     return p.argmax(1) if exclusive else p > threshold
 
 
-@torch.compiler.disable
 def hard_target(
     target: Shaped[Tensor, "..."],
     shape: torch.Size,

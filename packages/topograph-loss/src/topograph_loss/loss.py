@@ -11,7 +11,9 @@ The regions are constants; the gradient flows through q alone.
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -58,26 +60,25 @@ class CriticalBatch:
     """The pair, sample * K + class, of each region."""
 
 
-@torch.compiler.disable
+# An operator of its own: torch.compile and torch.export see one opaque node, whose number of outputs depends on the data.
+@torch.library.custom_op("topograph_loss::critical_batch", mutates_args=())
 def critical_batch(
-    pred: Shaped[Tensor, "batch *labels"],
-    target: Shaped[Tensor, "batch *labels"],
-    shape: torch.Size,
-    *,
+    pred: Tensor,
+    target: Tensor,
+    shape: Sequence[int],
     exclusive: bool,
-    first_class: int = 0,
-    connectivity: str | None = None,
-    border: str = "background",
-    rule: str = "exact",
-    workers: int = 0,
-) -> CriticalBatch:
-    """Find the critical regions of all (sample, class) pairs, on the CPU; class `first_class` is the first that counts.
+    first_class: int,
+    connectivity: str | None,
+    border: str,
+    rule: str,
+    workers: int,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The fields of `CriticalBatch` for all (sample, class) pairs, found on the CPU; class `first_class` is the first that counts.
 
     `pred` and `target` are hard labels as `hard_labels` makes them, for scores of `shape` (batch, channel, *space). `workers`
     threads share the pairs (0: this thread); the result does not depend on them.
     """
-    batch, channels = shape[:2]
-    pixels = shape[2:].numel()
+    batch, channels, pixels = shape[0], shape[1], prod(shape[2:])
     small = torch.uint8 if channels <= 256 else torch.int32
     a, t = (labels.to(small if exclusive else torch.bool).cpu().numpy() for labels in (pred, target))
     classes = range(first_class, channels)
@@ -106,8 +107,23 @@ def critical_batch(
     offsets = np.cumsum(counts) - counts
     region = np.concatenate([region + offset for (*_, region), offset in zip(solved, offsets, strict=True)])
     predicted, true, complement = (np.concatenate([part[i] for part in solved]) for i in range(3))
-    arrays = (predicted, true, complement, region, np.repeat(np.arange(len(pairs)), counts))
-    return CriticalBatch(*(torch.from_numpy(array).to(pred.device, non_blocking=True) for array in arrays))
+    pair = np.repeat(np.arange(len(pairs)), counts)
+    to = partial(torch.Tensor.to, device=pred.device, non_blocking=True)
+    return (
+        to(torch.from_numpy(predicted)),
+        to(torch.from_numpy(true)),
+        to(torch.from_numpy(complement)),
+        to(torch.from_numpy(region)),
+        to(torch.from_numpy(pair)),
+    )
+
+
+@critical_batch.register_fake
+def _(pred: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    sites, regions = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
+    index = pred.new_empty(sites, dtype=torch.int64)
+    flag = pred.new_empty(sites, dtype=torch.bool)
+    return index, index.clone(), flag, index.clone(), pred.new_empty(regions, dtype=torch.int64)
 
 
 def aggregate(
@@ -279,17 +295,18 @@ class TopographLoss(_Loss):
         pred = hard_prediction(decided, exclusive=exclusive, threshold=self.threshold)
         if ignore is not None:
             pred = torch.where(ignore if exclusive else ignore.unsqueeze(1), true, pred)
-        critical = critical_batch(
+        found = critical_batch(
             pred,
             true,
-            p.shape,
-            exclusive=exclusive,
-            first_class=0 if self.include_background else 1,
-            connectivity=self.connectivity,
-            border=self.border,
-            rule=self.rule,
-            workers=self.workers,
+            list(p.shape),
+            exclusive,
+            0 if self.include_background else 1,
+            self.connectivity,
+            self.border,
+            self.rule,
+            self.workers,
         )
+        critical = CriticalBatch(*found)
         if self.aggregation == "ce":
             penalty, how = self._cross_entropy(scores, p, critical, exclusive), "mean"
         else:
