@@ -48,7 +48,7 @@ def make_model() -> LlamaForCausalLM:
             num_attention_heads=4,
             num_key_value_heads=2,
             tie_word_embeddings=True,
-        )  # fmt: skip
+        )
     )
 
 

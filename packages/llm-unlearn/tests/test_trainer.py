@@ -1,3 +1,4 @@
+import inspect
 import json
 import logging
 import shutil
@@ -389,3 +390,13 @@ def test_datasets_come_in_as_they_are(tmp_path, tiny, forget, retain):
     )
     trainer.train()
     assert json.dumps(trainer.state.log_history)
+
+
+def test_a_second_model_under_deepspeed_is_refused(model):
+    from types import SimpleNamespace
+
+    from llm_unlearn.reference import prepare_copy
+
+    accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=object()))
+    with pytest.raises(ValueError, match="precompute_ref=True"):
+        inspect.unwrap(prepare_copy)(accelerator, model)

@@ -120,8 +120,8 @@ class UnlearnReport:
         }
 
     def to_frame(self) -> Any:
-        """A pandas DataFrame with a row a set and a column a metric."""
-        pandas = import_extra("pandas", "pandas")
+        """A pandas DataFrame with a row a set and a column a metric. Needs the extra `eval`."""
+        pandas = import_extra("pandas", "llm-unlearn[eval]")
         return pandas.DataFrame({name: result.metrics for name, result in self.sets.items()}).T
 
 

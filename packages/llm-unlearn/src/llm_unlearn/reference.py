@@ -56,18 +56,14 @@ def add_reference_adapter(model: Any) -> None:
 
 
 def prepare_copy(accelerator: Accelerator, model: nn.Module) -> nn.Module:
-    """The frozen copy on the device, sharded as the trained model is."""
+    """The frozen copy on the device, sharded as accelerate shards the trained model."""
     if getattr(accelerator.state, "deepspeed_plugin", None) is not None:
-        from chapbook_shared.validate import import_extra
-
-        deepspeed = import_extra("deepspeed", "llm-unlearn[deepspeed]")
-        settings = copy.deepcopy(accelerator.state.deepspeed_plugin.deepspeed_config)
-        if settings["zero_optimization"]["stage"] != 3:
-            settings["zero_optimization"]["stage"] = 0
-        engine, *_ = deepspeed.initialize(model=model, config=settings)
-        engine.eval()
-        return engine
-    return accelerator.prepare_model(model, evaluation_mode=True)
+        raise ValueError(
+            "a second full model cannot be the reference under DeepSpeed: pass precompute_ref=True (NPO, DPO), train an adapter "
+            "(peft_config), or choose a method without a reference (ME, IDK, GA with GD or AP)"
+        )
+    prepared: nn.Module = accelerator.prepare_model(model, evaluation_mode=True)
+    return prepared
 
 
 @contextmanager
