@@ -49,6 +49,7 @@ _TOKENS_PER_IMAGE = 1500
 _RETRIED_STATUSES = {408, 409, 425, 429}
 _HOPELESS_CODES = {"insufficient_quota", "billing_hard_limit_reached", "invalid_api_key"}
 
+_PENALTY_WINDOW = 2**16  # llama.cpp allocates a buffer of this many tokens; its own default of 64 forgets too soon
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 _COMMON = Capabilities(
@@ -172,6 +173,7 @@ class OpenAIModel(AsyncModel):
         self._max_tokens_field = max_tokens_field
         self._extra_body = dict(extra_body or {})
         self._asked: Counter[str] = Counter()
+        self._fewest_logprobs = 1 if dialect == "llama.cpp" else 0  # it takes 0 for none at all
         self._proxy = _proxy_for(self.base_url)
         self._connection: _Connection | None = None
         self._closed_until = 0.0
@@ -188,7 +190,7 @@ class OpenAIModel(AsyncModel):
             "n": 1,
         }
         if sampling.logprobs is not None:
-            body |= {"logprobs": True, "top_logprobs": sampling.logprobs}
+            body |= {"logprobs": True, "top_logprobs": max(sampling.logprobs, self._fewest_logprobs)}
         if schema is not None:
             body["response_format"] = {
                 "type": "json_schema",
@@ -212,7 +214,7 @@ class OpenAIModel(AsyncModel):
             if seed is not None:
                 body["seed"] = seed
             if sampling.logprobs is not None:
-                body["logprobs"] = sampling.logprobs
+                body["logprobs"] = max(sampling.logprobs, self._fewest_logprobs)
             return self._ask("completions", body, sampling, _estimated_tokens(prompt), n)
 
         if self._together or sampling.n == 1:
@@ -284,7 +286,7 @@ class OpenAIModel(AsyncModel):
                 "top_k": sampling.top_k,
                 "min_p": sampling.min_p,
                 "repeat_penalty": sampling.repetition_penalty,
-                "repeat_last_n": -1,
+                "repeat_last_n": _PENALTY_WINDOW,
                 "typical_p": 1.0,
                 "top_n_sigma": -1.0,
                 "xtc_probability": 0.0,
@@ -550,7 +552,7 @@ def _completion(
     details = {k: reply[k] for k in ("id", "system_fingerprint", "provider", "created") if reply.get(k) is not None}
     if message is not None:
         details |= {k: message[k] for k in ("refusal", "reasoning_content", "reasoning") if message.get(k)}
-    logprobs = _logprobs(choice.get("logprobs"))
+    logprobs = _logprobs(choice.get("logprobs"), sampling.logprobs or 0)
     if sampling.logprobs is not None and logprobs is None:
         if text:
             raise CapabilityError("the endpoint returned no log-probabilities: ask with logprobs=None")
@@ -569,7 +571,7 @@ def _completion(
     )
 
 
-def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...] | None:
+def _logprobs(value: Mapping[str, Any] | None, alternatives: int) -> tuple[TokenLogprob, ...] | None:
     """Log-probabilities in the form of chats (`content`) or of completions (`tokens`, `token_logprobs`, `top_logprobs`)."""
     if not value:
         return None
@@ -579,7 +581,7 @@ def _logprobs(value: Mapping[str, Any] | None) -> tuple[TokenLogprob, ...] | Non
                 entry["token"],
                 float(entry["logprob"]),
                 entry.get("id"),
-                tuple((top["token"], float(top["logprob"])) for top in entry.get("top_logprobs") or ()),
+                tuple((top["token"], float(top["logprob"])) for top in entry.get("top_logprobs") or ())[:alternatives],
             )
             for entry in value["content"]
         )
@@ -649,7 +651,8 @@ def _error_of(raw: bytes) -> tuple[str, str | None]:
         error = error.get("error", error)
         if isinstance(error, str):
             return error, None
-        return str(error.get("message") or _excerpt(raw)), error.get("code")
+        code = error.get("code")
+        return str(error.get("message") or _excerpt(raw)), None if code is None else str(code)
     except (ValueError, AttributeError):
         return _excerpt(raw), None
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
-from chapbook_shared.lm._base import BatchModel, ChatRequest, CompleteRequest, ScoreRequest
+from chapbook_shared.lm._base import BatchModel, ChatRequest, CompleteRequest, ScoreRequest, sample_seed
 from chapbook_shared.lm.protocol import (
     Capabilities,
     Completion,
@@ -95,9 +95,8 @@ class ScriptedModel(BatchModel):
         answers = []
         for prompt, sampling in requests:
             self.calls.append(Call("complete", prompt, sampling))
-            replies = [
-                self._reply("complete", self._complete_script, prompt, prompt, sampling) for _ in range(sampling.n)
-            ]
+            each = [replace(sampling, n=1, seed=sample_seed(sampling.seed, i)) for i in range(sampling.n)]
+            replies = [self._reply("complete", self._complete_script, prompt, prompt, sample) for sample in each]
             answers.append([self._completion(reply, prompt, sampling) for reply in replies])
         return answers
 
