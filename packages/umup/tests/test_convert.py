@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("transformers")
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
-from umup.convert import convert
+from umup.conversion import convert
 from umup.hf import UmupForCausalLM
 from umup.optim import get_param_groups
 from umup.roles import parameter_roles

@@ -5,6 +5,7 @@ residual branches weighted by tau, a 1/fan_in readout, a loss whose gradient has
 fixed by `config.scale_seq_len`, so a logit does not depend on how long the input is and decoding with a cache is exact.
 """
 
+# ruff: noqa: E402
 from __future__ import annotations
 
 import copy
@@ -12,15 +13,16 @@ import math
 from typing import Any
 
 import torch
-from chapbook_shared.validate import import_extra
 from jaxtyping import Float, Int, Shaped
 from torch import Tensor, nn
 
 import umup.functional as U
 import umup.nn as unn
+from chapbook_shared.validate import import_extra
 from umup.optim import get_param_groups
 from umup.residual import residual_add, residual_split, transformer_taus
 
+# Before the imports below, so that a missing extra is named.
 import_extra("transformers", "umup[hf]")
 
 from transformers import (
@@ -156,14 +158,14 @@ class UmupConfig(PreTrainedConfig):
                 "tie_word_embeddings=True: a tied weight cannot meet both the input and the output rule of u-muP; set it to"
                 " False (umup.convert takes tie='untie' to copy it)"
             )
-        super().__init__(
-            pad_token_id=pad_token_id,
-            bos_token_id=bos_token_id,
-            eos_token_id=eos_token_id,
-            tie_word_embeddings=False,
-            rope_parameters=rope_parameters or {"rope_type": "default", "rope_theta": 10000.0},
-            **kwargs,
-        )
+        shared: dict[str, Any] = {
+            "pad_token_id": pad_token_id,
+            "bos_token_id": bos_token_id,
+            "eos_token_id": eos_token_id,
+            "tie_word_embeddings": False,
+            "rope_parameters": rope_parameters or {"rope_type": "default", "rope_theta": 10000.0},
+        }
+        super().__init__(**shared, **kwargs)
 
 
 class UmupAttention(nn.Module):
@@ -290,7 +292,8 @@ class UmupModel(UmupPreTrainedModel):
             UmupDecoderLayer(config, i, taus[2 * i : 2 * i + 2]) for i in range(config.num_hidden_layers)
         )
         self.norm = unn.RMSNorm(config.hidden_size, config.rms_norm_eps, config.norm_gains)
-        self.rotary_emb = LlamaRotaryEmbedding(config)
+        rope_config: Any = config  # it reads rope_parameters, head_dim and the position limit only
+        self.rotary_emb = LlamaRotaryEmbedding(rope_config)
         self.gradient_checkpointing = False
         self.post_init()
 
@@ -413,7 +416,7 @@ class UmupTrainer(Trainer):
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
-            opt_model = self.model if model is None else model
+            opt_model: Any = self.model if model is None else model
             cls, kwargs = self.get_optimizer_cls_and_kwargs(self.args, opt_model)
             groups = get_param_groups(opt_model, self.args.learning_rate, self.args.weight_decay, **self.umup_options)
             self.optimizer = cls(groups, **kwargs)
