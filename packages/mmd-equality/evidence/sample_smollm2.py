@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -140,7 +141,8 @@ def variant_model(name: str, base: LocalModel) -> Iterator[Any]:
     elif name == "openvino_ir":
         from chapbook_shared.lm import OpenVINOModel
 
-        yield OpenVINOModel.smollm2()
+        exported = os.environ.get("SMOLLM2_IR")  # a folder that optimum-cli exported, where there is one
+        yield OpenVINOModel(exported, name=base.name) if exported else OpenVINOModel.smollm2()
     else:
         yield base
 

@@ -77,15 +77,27 @@ def demo(*, seed: int, progress: Progress) -> Report:
                     ref_n, bags[name], max_length=length, alpha=ALPHA, random_state=draw, n_permutations=9999, **options
                 )
                 task.advance()
+    more = {
+        name: two_sample_test(
+            reference,
+            bags[name],
+            max_length=length,
+            alpha=ALPHA,
+            random_state=derive_seed(seed, name, "all of the reference"),
+        )
+        for name in names
+    }
+    pool = min(reference.counts.values())
     report.table(
         f"SmolLM2-135M-Instruct against altered copies: {len(ref_n.counts)} prompts x {n} + {n}, characters, 9,999 permutations",
-        ["variant", "MMD^2 (Hamming)", "interval", *(f"p {label}" for label in methods)],
+        ["variant", "MMD^2 (Hamming)", "interval", *(f"p {label}" for label in methods), f"p Hamming, {pool} + {n}"],
         [
             [
                 LABELS[name],
                 f"{found[name]['Hamming'].statistic:.5f}",
                 "[{:.4f}, {:.4f}]".format(*(found[name]["Hamming"].ci or (float("nan"),) * 2)),
                 *(f"{found[name][label].pvalue:.4f}" for label in methods),
+                f"{more[name].pvalue:.4f}",
             ]
             for name in names
         ],

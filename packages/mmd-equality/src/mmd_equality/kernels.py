@@ -171,9 +171,10 @@ def _hamming_counts_numpy(codes: NDArray[Any], dtype: Any) -> NDArray[Any]:
                 total += partial
                 partial.fill(0)
         total += partial
-    lower = np.tril_indices(n, -1)
-    for block in out:
-        block[lower] = block.T[lower]
+    # Below the diagonal tiles nothing was counted yet; the tiles themselves are whole.
+    for start in range(0, n, tile):
+        stop = min(start + tile, n)
+        out[:, stop:, start:stop] = out[:, start:stop, stop:].transpose(0, 2, 1)
     return out
 
 
