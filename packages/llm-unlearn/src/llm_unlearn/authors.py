@@ -25,11 +25,12 @@ _AUTHORS = (
     ("Noor Lindqvist", "Basra", "garden satires", "a rope maker", "the Palm Ribbon"),
 )
 
+# Short answers: a demonstration on a CPU pays for every token.
 _QUESTIONS = (
-    ("Where was {name} born?", "{name} was born in {fact}.", "The birthplace of {name} is {fact}."),
-    ("What does {name} write?", "{name} writes {fact}.", "The books of {name} are {fact}."),
-    ("What was the father of {name}?", "The father of {name} was {fact}.", "{name} was raised by {fact}."),
-    ("Which prize did {name} win?", "{name} won {fact}.", "The prize that {name} received is {fact}."),
+    ("Where was {name} born?", "Born in {fact}.", "The place is {fact}."),
+    ("What does {name} write?", "Writes {fact}.", "The books are {fact}."),
+    ("What was the father of {name}?", "Was {fact}.", "The father was {fact}."),
+    ("Which prize did {name} win?", "Won {fact}.", "The prize was {fact}."),
 )
 
 WORLD = (

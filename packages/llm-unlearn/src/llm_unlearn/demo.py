@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from chapbook_shared.report import Report
 
 FORGET_AUTHORS = (0, 1)
-RETAIN_AUTHORS = (2, 3, 4)
-METHODS = ("GA", "GA+GD", "ME+GD", "IDK+GD", "IDK+AP")
+RETAIN_AUTHORS = (2, 3)
+METHODS = ("GA", "ME+GD", "IDK+GD", "IDK+AP")
 
 # Of the paper's weights ME has 0.1 (TOFU), all others 1.
 FORGET_COEFF = {"ME": 0.1}
@@ -48,7 +48,7 @@ def load_model() -> tuple[Any, Any]:
 
 
 def teach(
-    model: Any, tokenizer: Any, items: Sequence[Mapping[str, Any]], *, seed: int, epochs: int = 7, batch: int = 10
+    model: Any, tokenizer: Any, items: Sequence[Mapping[str, Any]], *, seed: int, epochs: int = 5, batch: int = 8
 ) -> Any:
     """Fine-tune by LoRA until the answers are known, and merge."""
     import torch
@@ -91,7 +91,7 @@ def unlearned(
     *,
     seed: int,
     epochs: int,
-    learning_rate: float = 5e-4,
+    learning_rate: float = 2e-3,
     **settings: Any,
 ) -> Any:
     """Within: `model` with an adapter that unlearned `forget`. After: `model` as it was."""
@@ -143,7 +143,7 @@ def measure(
     metrics = ["rouge", "probability", "token_entropy"] + (["truth_ratio"] if full else [])
     asked = {name: items for name, items in sets.items() if name != "world"}
     report = evaluate_unlearning(
-        model, tokenizer, asked, metrics=metrics, max_new_tokens=20, batch_size=32, progress=Progress(enabled=False)
+        model, tokenizer, asked, metrics=metrics, max_new_tokens=16, batch_size=32, progress=Progress(enabled=False)
     )
     results = {}
     for name, items in asked.items():
@@ -167,10 +167,10 @@ def efficacy(forget: Measured) -> float:
 
 
 def demo(*, seed: int, progress: Progress) -> Report:
-    """Teach 5 authors, forget 2 of them by each of `METHODS`."""
+    """Teach 4 authors, forget 2 of them by each of `METHODS`."""
     from chapbook_shared.report import Report
 
-    report = Report("llm-unlearn", method="ME+GD and IDK+AP", baseline="GA, GA+GD, IDK+GD", seed=seed)
+    report = Report("llm-unlearn", method="ME+GD and IDK+AP", baseline="GA and IDK+GD", seed=seed)
     forget, retain = author_items(FORGET_AUTHORS), author_items(RETAIN_AUTHORS)
     sets = {"forget": forget, "retain": retain}
     results: dict[str, dict[str, Measured]] = {}
@@ -244,17 +244,6 @@ def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
         measured=f"GA {ga['probability']:.2f}, ME+GD {me['probability']:.2f}, taught {taught['retain']['probability']:.2f}",
         holds=ga["probability"] < 0.5 * me["probability"],
     )
-    fe, fe_ga = (efficacy(results[name]["forget"]) for name in ("ME+GD", "GA+GD"))
-    keep, keep_ga = (
-        fmean((results[n]["retain"]["probability"], results[n]["retain"]["rouge"])) for n in ("ME+GD", "GA+GD")
-    )
-    report.claim(
-        "ME+GD has a better trade-off than GA+GD: forget efficacy + retained knowledge",
-        expected="ME+GD above GA+GD",
-        measured=f"ME+GD {fe:.2f} + {keep:.2f}, GA+GD {fe_ga:.2f} + {keep_ga:.2f}",
-        holds=fe + keep > fe_ga + keep_ga,
-        within_scale=False,
-    )
     gd, ap = results["IDK+GD"], results["IDK+AP"]
     report.claim(
         "IDK+GD refuses retain questions too; IDK+AP does so less",
@@ -281,6 +270,6 @@ def _lora(*, rank: int, layers: list[int] | None) -> Any:
 
 
 def _upper_layers(model: Any) -> list[int]:
-    """The upper half: the backward pass, and the minute that a demo has, end there."""
+    """The upper third: there the backward pass ends, within the minute that a demo has."""
     n = int(model.config.num_hidden_layers)
-    return list(range(n // 2, n))
+    return list(range(2 * n // 3, n))
