@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chapbook_shared.lm import ScriptedModel
+from chapbook_shared.lm import Budget, ScriptedModel
 from draft_docs.drafter import DraftConfig, Drafter
 from draft_docs.policy import Policy
 from draft_docs.sources.callables import CallableSource
@@ -74,7 +74,8 @@ def test_a_tool_that_is_not_known_to_be_harmless_is_not_called():
     source = CallableSource([wipe])
     result = Drafter(scripted(arguments={"path": "/"}), Letters()).run(source)
     assert result["wipe"].refined.stopped == "no_calls"
-    assert result["wipe"].evidence()[0]["result"]["error_kind"] == "not_executed"
+    assert "allow_unsafe" in result["wipe"].refined.note
+    assert result.counts.chat_calls == 0
     assert not result["wipe"].changed
     assert result.counts.tool_calls == 0
 
@@ -177,9 +178,10 @@ def test_prose_instead_of_json_is_repaired_or_ends_cleanly():
 
 def test_a_budget_ends_the_run_and_says_where(tmp_path):
     source = CallableSource([metres], read_only=True)
-    config = DraftConfig(max_chat_calls=2)
-    stopped = Drafter(scripted(), Letters(), config=config, store=tmp_path / "s").run(source)
-    assert "2 chat calls" in stopped.stopped_by
+    stopped = Drafter(scripted(), Letters(), budget=Budget(requests=2), store=tmp_path / "s").run(source)
+    assert "at chat/metres@" in stopped.stopped_by
+    assert "/1/rewrite/0: the budget of 2 requests is used up" in stopped.stopped_by
+    assert stopped["metres"].refined.stopped == "interrupted"
     model = scripted()
     rest = Drafter(model, Letters(), store=tmp_path / "s").run(source)
     assert rest.stopped_by == ""
@@ -233,7 +235,7 @@ RUN = """
 import sys, time, json
 sys.path.insert(0, {tests!r})
 from test_drafter import Letters, scripted, metres
-from chapbook_shared.lm import ScriptedModel
+from chapbook_shared.lm import Budget, ScriptedModel
 from draft_docs.drafter import DraftConfig, Drafter
 from draft_docs.sources.callables import CallableSource
 

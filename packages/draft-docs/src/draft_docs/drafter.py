@@ -6,35 +6,43 @@ import asyncio
 import base64
 import difflib
 import hashlib
+import json
+import math
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Literal, TypeVar
 
 import numpy as np
 
-from chapbook_shared.lm import BudgetExceeded, LanguageModel, Message, Sampling
+from chapbook_shared.jobs import atomic_write
+from chapbook_shared.lm import (
+    Budget,
+    BudgetExceeded,
+    Completion,
+    LanguageModel,
+    LanguageModelError,
+    Message,
+    RequestFailed,
+    Sampling,
+    Usage,
+)
 from draft_docs import prompts
+from draft_docs.embedders import Embedder
 from draft_docs.gates import lint_gate
 from draft_docs.journal import Journal
 from draft_docs.loop import Gate, Iteration, LoopSettings, Refined, accept_all, prompt_hash, refine
 from draft_docs.policy import Guard, Policy
 from draft_docs.replies import ReplyError, Summary, parse_reply
-from draft_docs.sources.base import ToolSource
+from draft_docs.sources.base import ToolSource, opened
+from draft_docs.sources.mcp import McpServer
 from draft_docs.stability import Vector
 from draft_docs.tools import ToolSpec
 
 T = TypeVar("T")
-
-
-class Embedder(Protocol):
-    """Texts in, one vector a row out."""
-
-    name: str
-
-    def embed(self, texts: Sequence[str]) -> np.ndarray: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +61,7 @@ class DraftConfig:
         repair_turns: how often a reply that cannot be read is asked for again.
         concurrency: tools refined at the same time.
         summary: also write a summary of all tools together, as the official code does.
-        max_chat_calls: chat calls of the whole run; None for no limit.
+        seed: of every chat call; None lets the model draw its own.
     """
 
     max_iterations: int = 5
@@ -68,7 +76,7 @@ class DraftConfig:
     repair_turns: int = 2
     concurrency: int = 8
     summary: bool = False
-    max_chat_calls: int | None = None
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("max_iterations", "max_attempts", "max_tokens", "max_chars", "concurrency"):
@@ -110,7 +118,7 @@ class Counts:
 
 
 @dataclass(frozen=True)
-class ToolResultSet:
+class ToolDraft:
     """One tool's outcome, with its difference, its change log and the calls behind it."""
 
     refined: Refined
@@ -168,17 +176,17 @@ class ToolResultSet:
 
 
 @dataclass(frozen=True)
-class DraftResult(Mapping[str, ToolResultSet]):
+class DraftResult(Mapping[str, ToolDraft]):
     """All tools of a run, by name."""
 
-    tools: Mapping[str, ToolResultSet]
+    tools: Mapping[str, ToolDraft]
     counts: Counts
     summary: str = ""
     stopped_by: str = ""
     """Why the run ended before all tools were done (a budget, say); empty if they are."""
     source: ToolSource | None = field(default=None, repr=False)
 
-    def __getitem__(self, name: str) -> ToolResultSet:
+    def __getitem__(self, name: str) -> ToolDraft:
         return self.tools[name]
 
     def __iter__(self) -> Any:
@@ -199,11 +207,20 @@ class DraftResult(Mapping[str, ToolResultSet]):
     def diff(self) -> str:
         return "\n".join(result.diff() for result in self.tools.values() if result.changed)
 
+    def changelog(self) -> dict[str, list[dict[str, Any]]]:
+        """The change log of every tool that changed."""
+        return {name: result.changelog() for name, result in self.tools.items() if result.changed}
+
     def rewritten(self) -> str:
         """The source's document with the new words, in the format it came in."""
         if self.source is None:
             raise ValueError("the result has no source to write back to")
         return self.source.rewritten(self.specs)
+
+    def save(self, path: str | Path) -> None:
+        """Write `rewritten()` to a file, at once or not at all."""
+        with atomic_write(path) as file:
+            file.write(self.rewritten())
 
 
 class Drafter:
@@ -214,8 +231,11 @@ class Drafter:
         embedder: turns texts into vectors for the two similarity tests. φ and τ are meant for semantic embeddings.
         config: the method's settings.
         policy: what may be called.
+        budget: limits on chat calls, tokens and money; a run that meets one ends cleanly and can be resumed. Give the same budget to
+            nothing else: it counts each answer once.
+        max_seconds: wall time after which no further chat call is begun.
         store: a file that keeps all that was done; a run that is killed goes on where it was. None keeps nothing.
-        progress: called with the tool's name and each finished iteration.
+        progress: called with each tool's outcome as soon as it is there.
     """
 
     def __init__(
@@ -225,37 +245,47 @@ class Drafter:
         *,
         config: DraftConfig | None = None,
         policy: Policy | None = None,
+        budget: Budget | None = None,
+        max_seconds: float | None = None,
         store: str | Path | None = None,
+        progress: Callable[[ToolDraft], None] | None = None,
     ):
+        if max_seconds is not None and not (max_seconds > 0 and math.isfinite(max_seconds)):
+            raise ValueError(f"max_seconds must be positive and finite, or None, got {max_seconds!r}")
         self.model, self.embedder = model, embedder
         self.config, self.policy = config or DraftConfig(), policy or Policy()
-        self.store = store
+        self.budget, self.max_seconds = budget or Budget(), max_seconds
+        self.store, self.progress = store, progress
 
-    def run(self, source: ToolSource) -> DraftResult:
+    def run(self, source: ToolSource | McpServer) -> DraftResult:
         """As `arun`, from plain code, also inside a running event loop."""
         return in_own_loop(self.arun(source))
 
-    async def arun(self, source: ToolSource) -> DraftResult:
-        """Refine every tool of the source."""
+    async def arun(self, source: ToolSource | McpServer) -> DraftResult:
+        """Refine every tool of the source. A server is connected to for the run."""
+        async with opened(source) as tools:
+            return await self._refine_all(tools)
+
+    async def _refine_all(self, source: ToolSource) -> DraftResult:
         guard = Guard(source.tools, source, self.policy)
         with Journal(self.store, settings=self._settings()) as journal:
             session = _Session(self, guard, journal)
             limit = asyncio.Semaphore(self.config.concurrency)
-            done: dict[str, ToolResultSet] = {}
+            done: dict[str, ToolDraft] = {}
 
             async def work(tool: ToolSpec) -> None:
                 async with limit:
                     if session.stopped_by:
+                        done[tool.name] = ToolDraft(Refined(tool, tool, (), "interrupted", session.stopped_by))
                         return
-                    try:
-                        done[tool.name] = ToolResultSet(await session.refine(tool))
-                    except BudgetExceeded as error:
-                        session.stopped_by = str(error)
+                    draft = done[tool.name] = ToolDraft(await session.refine(tool))
+                    if self.progress is not None:
+                        self.progress(draft)
 
             async with asyncio.TaskGroup() as group:
                 for tool in source.tools:
                     group.create_task(work(tool))
-            results = {tool.name: done[tool.name] for tool in source.tools if tool.name in done}
+            results = {tool.name: done[tool.name] for tool in source.tools}
             summary = ""
             if self.config.summary and not session.stopped_by:
                 summary = await session.summarise(source, results)
@@ -265,8 +295,7 @@ class Drafter:
     def _settings(self) -> dict[str, Any]:
         """What fixes the meaning of the records: not how many at once, nor how long the run may be."""
         config = asdict(self.config)
-        for name in ("concurrency", "max_chat_calls"):
-            del config[name]
+        del config["concurrency"]
         config["targets"] = sorted(config["targets"])
         return {"model": self.model.name, "embedder": self.embedder.name, **config}
 
@@ -279,14 +308,24 @@ class _Session:
         self.guard, self.journal = guard, journal
         self.counts, self.stopped_by = Counts(), ""
         self._vectors: dict[str, asyncio.Future[Vector]] = {}
-        self._sampling = Sampling(temperature=self.config.temperature, max_tokens=self.config.max_tokens)
+        self._sampling = Sampling(
+            temperature=self.config.temperature, max_tokens=self.config.max_tokens, seed=self.config.seed
+        )
+        self._budget = drafter.budget
+        self._ends = None if drafter.max_seconds is None else time.monotonic() + drafter.max_seconds
         self._takes_schema = self.model.capabilities.json_schema
 
     async def refine(self, tool: ToolSpec) -> Refined:
         gate: Gate = accept_all
         if self.config.gate == "lint":
             gate = lint_gate(max_chars=self.config.max_chars, redactor=self.guard.redact)
+        refusal = self.guard.policy.refusal(tool)
+        if refusal:  # nothing could be learnt: no chat call is worth its price
+            return Refined(tool, tool, (), "no_calls", f"not executed: {refusal}")
         seen = self.guard.policy.hide_secrets(tool)
+        home = f"{seen.name}@{seen.fingerprint}"
+        if self.journal.get(f"tool/{home}") is None:
+            await self.journal.put(f"tool/{home}", self._clean(asdict(seen)))
         refined = await refine(
             seen,
             self.guard,
@@ -296,21 +335,27 @@ class _Session:
             settings=self.config.loop,
             gate=gate,
         )
+        if refined.stopped != "interrupted":
+            await self.journal.put(f"end/{home}", {"stopped": refined.stopped, "note": refined.note})
         # Secret parameters come back as they were.
         after = tool.with_docs(refined.after.description, refined.after.parameter_docs)
-        return Refined(tool, after, refined.iterations, refined.stopped)
+        return replace(refined, before=tool, after=after)
+
+    def _clean(self, record: dict[str, Any]) -> dict[str, Any]:
+        return dict(json.loads(self.guard.redact(json.dumps(record, ensure_ascii=False, default=str))))
 
     async def ask(self, key: str, messages: Sequence[Message], schema: dict[str, Any]) -> str:
         name = prompt_hash(messages, model=self.model.name, sampling=asdict(self._sampling))
         kept = self.journal.get(key)
         if kept is not None and kept["prompt"] == name:
             return str(kept["reply"])
-        limit = self.config.max_chat_calls
-        if limit is not None and self.counts.chat_calls >= limit:
-            raise BudgetExceeded(f"the run has made its {limit} chat calls")
-        self.counts.chat_calls += 1
         clean = [Message(message.role, self.guard.redact(message.text)) for message in messages]
-        reply = await self.model.achat(clean, self._sampling, schema=schema if self._takes_schema else None)
+        try:
+            reply = await self._paid(clean, schema)
+        except LanguageModelError as error:
+            self.stopped_by = self.stopped_by or f"at {key}: {error}"
+            raise
+        self.counts.chat_calls += 1
         if reply.usage is not None:
             self.counts.prompt_tokens += reply.usage.prompt_tokens
             self.counts.completion_tokens += reply.usage.completion_tokens
@@ -319,6 +364,24 @@ class _Session:
             key, {"prompt": name, "reply": text, "model": reply.model, "finish": reply.finish_reason}
         )
         return text
+
+    async def _paid(self, messages: Sequence[Message], schema: dict[str, Any]) -> Completion:
+        """One chat call within the budget and the time."""
+        if self._ends is not None and time.monotonic() >= self._ends:
+            raise BudgetExceeded("the time of the run is over")
+        estimate = Usage(sum(map(estimated_tokens, (m.text for m in messages))), self._sampling.max_tokens)
+        async with self._budget.bill(estimate) as bill:
+            await self._budget.wait_for_turn(estimate)
+            try:
+                reply = await self.model.achat(messages, self._sampling, schema=schema if self._takes_schema else None)
+            except RequestFailed as error:
+                if error.status != 400 or not self._takes_schema:
+                    raise
+                # Some servers take schemas, but not open-ended objects such as a tool's arguments: the prompt says the same in words.
+                self._takes_schema = False
+                reply = await self.model.achat(messages, self._sampling)
+            bill.settle(reply.usage)
+        return reply
 
     async def embed(self, text: str) -> Vector:
         """The vector of a text; each distinct text is embedded once in the life of the store."""
@@ -337,12 +400,12 @@ class _Session:
         await self.journal.put(key, {"float32": base64.b64encode(vector.tobytes()).decode("ascii")})
         return vector
 
-    async def summarise(self, source: ToolSource, results: Mapping[str, ToolResultSet]) -> str:
+    async def summarise(self, source: ToolSource, results: Mapping[str, ToolDraft]) -> str:
         tools = [result.after for result in results.values()]
         messages = prompts.summarise(getattr(source, "name", "this source"), tools)
         try:
             return parse_reply(await self.ask("chat/summary", messages, Summary.model_json_schema()), Summary).summary
-        except ReplyError:
+        except (ReplyError, LanguageModelError):
             return ""
 
 
@@ -367,6 +430,11 @@ def in_own_loop(work: Coroutine[Any, Any, T], *, runner: Callable[[Coroutine[Any
     if errors:
         raise errors[0]
     return outcome[0]
+
+
+def estimated_tokens(text: str) -> int:
+    """How many tokens a text may have: on the high side for English."""
+    return len(text) // 3 + 4
 
 
 def _document(tool: ToolSpec) -> str:

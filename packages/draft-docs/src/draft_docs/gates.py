@@ -42,9 +42,9 @@ def problems(
         yield "it holds a secret"
     if visible(now) != now:
         yield "it holds invisible characters"
-    for found in _ORDERS.finditer(now):
-        if found.group().lower() not in was.lower():
-            yield f"it gives an order to its reader: {found.group()!r}"
+    for order in orders(now):
+        if order.lower() not in was.lower():
+            yield f"it gives an order to its reader: {order!r}"
     for url in _URL.findall(now):
         if url not in was:
             yield f"it holds an address that the documentation did not: {url}"
@@ -59,6 +59,11 @@ def problems(
     for name in old.required:
         if _mentions(old.description, name) and not _mentions(new.description, name):
             yield f"its description no longer names the required parameter {name!r}"
+
+
+def orders(text: str) -> list[str]:
+    """What in a text tells a model that reads it to do something that no document of a tool would."""
+    return [found.group() for found in _ORDERS.finditer(text)]
 
 
 def _words(tool: ToolSpec) -> str:

@@ -22,7 +22,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
-from chapbook_shared.lm import Message
+from chapbook_shared.lm import LanguageModelError, Message
 from draft_docs import prompts
 from draft_docs.journal import Journal
 from draft_docs.replies import Analysis, Exploration, ReplyError, Rewrite, parse_reply
@@ -31,7 +31,8 @@ from draft_docs.tools import ToolResult, ToolRunner, ToolSpec
 
 R = TypeVar("R", Exploration, Analysis, Rewrite)
 
-StopReason = Literal["converged", "max_iterations", "needs_credentials", "no_calls", "failed"]
+StopReason = Literal["converged", "max_iterations", "needs_credentials", "no_calls", "failed", "interrupted"]
+"""`interrupted`: a budget, a limit or the model's server ended the run before the tool was done."""
 
 
 class Ask(Protocol):
@@ -99,6 +100,8 @@ class Refined:
     after: ToolSpec
     iterations: tuple[Iteration, ...]
     stopped: StopReason
+    note: str = ""
+    """What there is to say about the stop."""
 
 
 async def refine(
@@ -119,6 +122,7 @@ async def refine(
     stopped: StopReason = "max_iterations"
     # Without arguments there is one request to make; a second one shows whether the answer changes.
     limit = settings.max_iterations if tool.parameters else min(2, settings.max_iterations)
+    note = ""
 
     async def question(role: str, messages: tuple[Message, ...], reply: type[R]) -> R:
         return await _question(ask, f"chat/{home}/{number}/{role}", messages, reply, settings.repair_turns)
@@ -143,7 +147,12 @@ async def refine(
                     iteration.reason = f"the call shows nothing about the tool: {iteration.result.error_kind}"
             except ReplyError as error:
                 iteration.reason = str(error)
-            await journal.put(key, iteration.to_record())
+            except LanguageModelError as error:
+                # Nothing is noted for this iteration but its answered calls: a later run goes on from them.
+                stopped, note = "interrupted", str(error)
+                break
+            if not _is_for_now(iteration.result):
+                await journal.put(key, iteration.to_record())
         iterations.append(iteration)
         if iteration.accepted:
             current = current.with_docs(iteration.description, iteration.parameters)
@@ -152,14 +161,19 @@ async def refine(
                 stopped = "converged"
                 break
         elif iteration.result is not None and iteration.result.error_kind == "auth":
-            stopped = "needs_credentials"
+            stopped, note = "needs_credentials", iteration.result.content
             break
         elif iteration.result is not None and iteration.result.error_kind == "not_executed":
-            stopped = "no_calls"
+            stopped, note = "no_calls", iteration.result.content
             break
     if stopped == "max_iterations" and not any(iteration.accepted for iteration in iterations):
-        stopped = "failed"
-    return Refined(tool, current, tuple(iterations), stopped)
+        stopped, note = "failed", iterations[-1].reason
+    return Refined(tool, current, tuple(iterations), stopped, note)
+
+
+def _is_for_now(result: ToolResult | None) -> bool:
+    """Whether the outcome hangs on the policy or the credentials of this run, so that a later one may try again."""
+    return result is not None and result.error_kind in ("not_executed", "auth")
 
 
 async def _explore(
@@ -202,9 +216,11 @@ async def _call(runner: ToolRunner, tool: ToolSpec, iteration: Iteration, journa
     """
     key = f"call/{home}/{iteration.number}"
     noted = journal.get(key)
-    if noted is not None and noted["result"] is not None:
-        return ToolResult(**noted["result"])
-    if noted is not None and not (tool.hints.read_only or tool.hints.idempotent):
+    was = ToolResult(**noted["result"]) if noted is not None and noted["result"] is not None else None
+    if was is not None and not _is_for_now(was):
+        return was
+    may_have_run = noted is not None and was is None
+    if may_have_run and not (tool.hints.read_only or tool.hints.idempotent):
         result = ToolResult("a run that was killed may have made this call; it is not made twice", "transient")
     else:
         await journal.put(key, {"arguments": iteration.arguments, "result": None})

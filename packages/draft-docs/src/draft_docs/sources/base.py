@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 from draft_docs.tools import ToolResult, ToolSpec
 
+if TYPE_CHECKING:
+    from draft_docs.sources.mcp import McpServer
 
+
+@runtime_checkable
 class ToolSource(Protocol):
     """A place that tools come from."""
 
@@ -24,6 +29,19 @@ class ToolSource(Protocol):
     async def aclose(self) -> None:
         """Let go of processes and connections."""
         ...
+
+
+@asynccontextmanager
+async def opened(source: ToolSource | McpServer) -> AsyncIterator[ToolSource]:
+    """The source itself, or the connection to a server, closed at the end."""
+    if isinstance(source, ToolSource):
+        yield source
+        return
+    connected = await source.connect()
+    try:
+        yield connected
+    finally:
+        await connected.aclose()
 
 
 def shown(value: Any) -> str:

@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
 
 from chapbook_shared.validate import import_extra
@@ -26,6 +27,17 @@ _OVERLAY = "draft-docs overlay 1"
 
 class McpServerError(RuntimeError):
     """The server could not be started or does not answer."""
+
+
+@dataclass(frozen=True)
+class McpServer:
+    """An MCP server that is not connected to yet: `connect` gives its tools. Arguments as for `McpSource.connect`."""
+
+    target: str | Sequence[str]
+    env: Mapping[str, str] | None = None
+
+    async def connect(self) -> McpSource:
+        return await McpSource.connect(self.target, env=self.env)
 
 
 class McpSource:
