@@ -19,13 +19,15 @@ from chapbook_shared.lm import (
     Completion,
     Faults,
     Image,
+    LocalModel,
+    OpenAIModel,
     Sampling,
     ScriptedModel,
     Server,
     TokenLogprob,
     Usage,
 )
-from chapbook_shared.lm.serve import Fault
+from chapbook_shared.lm.serve import Fault, _offsets
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(40))
 HALF = math.log(0.5)
@@ -294,6 +296,42 @@ def test_what_json_cannot_hold_is_written_as_it_usually_is():
     assert choice["logprobs"]["token_logprobs"] == [-9999.0]
     assert choice["logprobs"]["top_logprobs"] == [{"é": -9999.0}]
     assert choice["token_ids"] == [5]
+
+
+@pytest.mark.parametrize(
+    ("text", "bytes_", "offsets"),
+    [
+        ("ab c", [b"ab", b" c"], [0, 2]),
+        ("aé日x", [b"a", b"\xc3", b"\xa9", b"\xe6\x97", b"\xa5x"], [0, 1, 1, 2, 2]),
+        (" 日本", [b" \xe6", b"\x97\xa5", b"\xe6\x9c", b"\xac"], [0, 1, 2, 2]),
+        ("\ufffd!", [b"\xef\xbf\xbd", b"!"], [0, 1]),
+    ],
+)
+def test_tokens_begin_where_their_bytes_do(text, bytes_, offsets):
+    assert _offsets(text, [part.decode("utf-8", "replace") for part in bytes_]) == offsets
+
+
+def test_tokens_that_do_not_spell_the_text_count_by_their_lengths():
+    assert _offsets("ab", ["<s>", "a", "b"]) == [0, 3, 4]
+    assert _offsets("日" * 200, ["\ufffd"] * 399 + ["x"]) == list(range(400))  # given up after a bounded search
+
+
+@pytest.mark.slow
+def test_a_model_answers_over_http_as_it_does_in_process():
+    local = LocalModel.smollm2()
+    with Server(local) as server, OpenAIModel(local.name, base_url=server.base_url, dialect="vllm") as remote:
+        for prompt, choices in [
+            ("The sky is", [" blue", " green and old"]),
+            ("Tokyo は", ["日本", "の首都"]),
+            ((504, 6376, 314), [(1, 2), (5,)]),
+        ]:
+            for here, there in zip(local.score(prompt, choices), remote.score(prompt, choices), strict=True):
+                assert there.tokens == here.tokens
+                assert there.logprob == pytest.approx(here.logprob, abs=1e-3)
+        sampling = Sampling(seed=3, n=3, max_tokens=8, logprobs=2)
+        for here, there in zip(local.complete("The sky", sampling), remote.complete("The sky", sampling), strict=True):
+            assert (there.text, there.token_ids, there.finish_reason) == (here.text, here.token_ids, here.finish_reason)
+            assert [lp.token for lp in there.logprobs] == [lp.token for lp in here.logprobs]
 
 
 def test_the_same_idempotency_key_is_answered_once(server):

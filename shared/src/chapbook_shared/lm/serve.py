@@ -31,7 +31,7 @@ from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from email.utils import formatdate
-from itertools import cycle
+from itertools import accumulate, cycle
 from typing import Any, Literal
 
 from chapbook_shared.lm._base import sample_seed
@@ -435,7 +435,9 @@ class Server:
                     {
                         "index": len(choices),
                         "text": head + completion.text,
-                        "logprobs": _completion_logprobs(logprobs, tops=bool(body.get("logprobs"))),
+                        "logprobs": _completion_logprobs(
+                            logprobs, head + completion.text, tops=bool(body.get("logprobs"))
+                        ),
                         "finish_reason": completion.finish_reason,
                         **_token_ids(body, completion),
                     }
@@ -450,7 +452,9 @@ class Server:
             {
                 "index": i,
                 "text": prompt if isinstance(prompt, str) else _text(echo),
-                "logprobs": _completion_logprobs(echo, tops=bool(body.get("logprobs")))
+                "logprobs": _completion_logprobs(
+                    echo, prompt if isinstance(prompt, str) else _text(echo), tops=bool(body.get("logprobs"))
+                )
                 if body.get("logprobs") is not None
                 else None,
                 "finish_reason": "length",
@@ -720,13 +724,43 @@ def _chat_logprobs(logprobs: Sequence[TokenLogprob] | None) -> dict[str, Any] | 
     return {"content": content, "refusal": None}
 
 
-def _completion_logprobs(logprobs: Sequence[TokenLogprob] | None, *, tops: bool) -> dict[str, Any] | None:
+def _offsets(text: str, tokens: Sequence[str]) -> list[int]:
+    """Where each token begins in the text, in characters.
+
+    A token that holds only part of a character reads as U+FFFD, so lengths do not tell: the UTF-8 bytes are divided such that
+    every part reads as its token. A token within a character begins where the character does. Where the tokens do not spell the
+    text (control tokens), it is their own lengths that count.
+    """
+    data = text.encode("utf-8", "replace")
+
+    def lengths(token: str, at: int) -> Iterator[int]:
+        longest = 4 * len(token) if "\ufffd" in token else len(token.encode("utf-8", "replace"))
+        shortest = 1 if "\ufffd" in token else longest
+        return (n for n in range(shortest, longest + 1) if data[at : at + n].decode("utf-8", "replace") == token)
+
+    starts = [0]
+    tried: list[Iterator[int]] = []
+    for _ in range(1000 + 20 * len(tokens)):
+        if len(starts) > len(tokens):
+            begins = [i for i, character in enumerate(text) for _ in character.encode("utf-8", "replace")]
+            return [begins[start] if start < len(begins) else len(text) for start in starts[:-1]]
+        if len(tried) < len(starts):
+            tried.append(lengths(tokens[len(starts) - 1], starts[-1]))
+        length = next(tried[-1], None)
+        if length is not None:
+            starts.append(starts[-1] + length)
+        elif len(starts) > 1:  # a part of a character was taken too long or too short: go back
+            starts.pop()
+            tried.pop()
+        else:
+            break
+    return [0, *accumulate(map(len, tokens))][: len(tokens)]
+
+
+def _completion_logprobs(logprobs: Sequence[TokenLogprob] | None, text: str, *, tops: bool) -> dict[str, Any] | None:
     if logprobs is None:
         return None
-    offsets, end = [], 0
-    for lp in logprobs:
-        offsets.append(end)
-        end += len(lp.token)
+    offsets = _offsets(text, [lp.token for lp in logprobs])
     return {
         "tokens": [lp.token for lp in logprobs],
         "token_logprobs": [_finite(lp.logprob) for lp in logprobs],

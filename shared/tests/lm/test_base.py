@@ -1,0 +1,128 @@
+"""What every model gets from its base class."""
+
+import asyncio
+import threading
+
+import pytest
+
+from chapbook_shared.lm import Budget, Capabilities, CapabilityError, Completion, ResponseCache, Sampling, ScriptedModel
+from chapbook_shared.lm._base import BatchModel, sample_seed
+
+
+class Upper(BatchModel):
+    """Answers in capitals, notes its batches, and cannot stand the word "bad"."""
+
+    name = "upper"
+    capabilities = Capabilities(chat=True, complete=True, score=True)
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+        self.gate = threading.Event()
+
+    def _chat_batch(self, requests, schema):
+        texts = [messages[-1].text for messages, _ in requests]
+        self.batches.append(texts)
+        self.gate.wait(5)
+        if "bad" in texts:
+            raise ArithmeticError("bad word")
+        return [Completion(text.upper(), "stop", self.name) for text in texts]
+
+
+def test_coroutines_that_wait_together_share_a_batch():
+    model = Upper()
+
+    async def run():
+        first = asyncio.ensure_future(model.achat("first"))
+        while not model.batches:
+            await asyncio.sleep(0.001)
+        others = [asyncio.ensure_future(model.achat(word)) for word in "abcde"]
+        await asyncio.sleep(0.05)
+        model.gate.set()
+        return [answer.text for answer in await asyncio.gather(first, *others)]
+
+    assert asyncio.run(run()) == ["FIRST", *"ABCDE"]
+    assert model.batches == [["first"], list("abcde")]
+
+
+def test_an_error_reaches_only_the_request_it_belongs_to():
+    model = Upper()
+    model.gate.set()
+
+    async def run():
+        return await asyncio.gather(*(model.achat(word) for word in ["a", "bad", "b"]), return_exceptions=True)
+
+    good, bad, fine = asyncio.run(run())
+    assert (good.text, fine.text) == ("A", "B")
+    assert isinstance(bad, ArithmeticError)
+
+
+def test_a_request_that_cannot_be_done_stops_all_before_any_work():
+    model = Upper()
+    with pytest.raises(CapabilityError, match="be seeded"):
+        model.chat_many(["a", "b"], [Sampling(), Sampling(seed=1)])
+    assert model.batches == []
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "message"),
+    [
+        (lambda m: m.chat_many(["a", "b"], [Sampling()]), ValueError, "1 entries for 2 requests"),
+        (lambda m: m.chat([]), ValueError, "at least one turn"),
+        (lambda m: m.score("a", "bc"), TypeError, "put it in a list"),
+        (lambda m: m.score("a", [""]), ValueError, "choice 0 of 1 is"),
+        (lambda m: m.chat_many("one"), TypeError, "use chat for one"),
+        (lambda m: m.complete_many("one"), TypeError, "use complete for one"),
+    ],
+)
+def test_wrong_use_is_named(call, error, message):
+    with pytest.raises(error, match=message):
+        call(Upper())
+
+
+def test_no_requests_are_no_work():
+    model = ScriptedModel([], complete=[], score={})
+    assert model.chat_many([]) == model.complete_many([]) == model.score_many([]) == model.score("a", []) == []
+
+
+def test_seeds_of_samples_are_stable_and_distinct():
+    seeds = [sample_seed(3, i) for i in range(1000)]
+    assert seeds[0] == 3
+    assert len(set(seeds)) == 1000
+    assert seeds[1] == sample_seed(3, 1) != sample_seed(4, 1)
+    assert all(0 <= seed < 2**31 for seed in seeds)
+    assert sample_seed(None, 5) is None
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tokens": -1}, "tokens must be >= 0"),
+        ({"money": 1.0}, "money needs prices"),
+        ({"money": 1.0, "prices": (-1.0, 0.0)}, "prices must be"),
+        ({"requests_per_minute": 0.0}, "requests_per_minute must be positive"),
+    ],
+)
+def test_a_budget_that_makes_no_sense_is_refused(options, message):
+    with pytest.raises(ValueError, match=message):
+        Budget(**options)
+
+
+def test_a_file_that_is_no_cache_is_left_alone(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("these are my notes, and they are longer than a header of SQLite: " * 20, encoding="utf-8")
+    before = path.read_bytes()
+    with pytest.raises(ValueError, match="cannot be used as a response cache"):
+        ResponseCache(path)
+    assert path.read_bytes() == before
+
+
+def test_a_cache_keeps_the_first_answer_and_forgets_when_told(tmp_path):
+    cache = ResponseCache(tmp_path / "c.sqlite")
+    cache.put("k", {"text": "naïve 日本"})
+    cache.put("k", "another")
+    cache.close()
+    assert ResponseCache(tmp_path / "c.sqlite").get("k") == {"text": "naïve 日本"}
+    assert ResponseCache(tmp_path / "c.sqlite", namespace="other").get("k") is None
+    cache.clear()
+    assert len(cache) == 0
