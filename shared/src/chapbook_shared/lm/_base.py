@@ -20,7 +20,7 @@ import threading
 import weakref
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
-from typing import Any, Self, TypeVar
+from typing import Any, TypeVar
 
 from chapbook_shared.lm.protocol import (
     Capabilities,
@@ -40,6 +40,7 @@ ChatRequest = tuple[tuple[Message, ...], Sampling]
 CompleteRequest = tuple[Prompt, Sampling]
 ScoreRequest = tuple[Prompt, tuple[Prompt, ...]]
 
+_M = TypeVar("_M")  # not Self: run-time type checks cannot read that one in a method
 _T = TypeVar("_T")
 _R = TypeVar("_R")
 
@@ -147,7 +148,7 @@ class _Checked:
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.name!r})"
 
-    def __enter__(self) -> Self:
+    def __enter__(self: _M) -> _M:
         return self
 
     def __exit__(self, *_: object) -> None:
