@@ -57,7 +57,8 @@ class OpenVINOModel(BatchModel):
 
     It does not score: its engine gives no probabilities of given tokens. Log-probabilities are of the drawn tokens alone and, like
     `LocalModel`'s, the model's own (temperature 1, nothing cut, nothing penalised), in nats. A seed gives the same sample
-    whatever else is in the batch, but not the one that `LocalModel` draws from that seed.
+    whatever else is in the batch, but not the one that `LocalModel` draws from that seed. Presence and frequency penalties are
+    refused: the engine moves logits towards zero by them, which makes a token with a negative logit likelier for having come up.
     """
 
     def __init__(
@@ -96,7 +97,13 @@ class OpenVINOModel(BatchModel):
         self.eos_token_ids = frozenset(_end_tokens(settings, tokenizer) if eos_token_ids is None else eos_token_ids)
         self._most = settings["config.json"].get("max_position_embeddings")
         self.capabilities = Capabilities(
-            chat=self.text.has_template, complete=True, token_prompts=True, token_ids=True, logprobs=0, seed=True
+            chat=self.text.has_template,
+            complete=True,
+            token_prompts=True,
+            token_ids=True,
+            logprobs=0,
+            seed=True,
+            unsupported=frozenset({"frequency_penalty", "presence_penalty"}),
         )
         scheduler = self._genai.SchedulerConfig()
         scheduler.max_num_seqs = batch_size
@@ -190,8 +197,6 @@ class OpenVINOModel(BatchModel):
             config.top_k = sampling.top_k
             config.min_p = sampling.min_p
         config.repetition_penalty = sampling.repetition_penalty
-        config.presence_penalty = sampling.presence_penalty
-        config.frequency_penalty = sampling.frequency_penalty
         ends = self.eos_token_ids | set(sampling.stop_token_ids)
         config.stop_token_ids = ends
         if ends:
@@ -204,6 +209,9 @@ class OpenVINOModel(BatchModel):
         config.apply_chat_template = False
         return config
 
+    def _cut(self, ids: Sequence[int], row: _Row) -> tuple[str, bool]:
+        return cut_at(self.text.text(ids, row.before), row.sampling.stop)
+
     def _completion(self, row: _Row, handle: Any) -> Completion:
         outputs = handle.read_all()
         reasons = self._genai.GenerationFinishReason
@@ -213,10 +221,12 @@ class OpenVINOModel(BatchModel):
             )
         ids = tuple(outputs[0].generated_ids)
         ended = bool(ids) and (ids[-1] in self.eos_token_ids or ids[-1] in row.sampling.stop_token_ids)
-        text, stopped = cut_at(self.text.text(ids[:-1] if ended else ids, row.before), row.sampling.stop)
+        text, stopped = self._cut(ids[:-1] if ended else ids, row)
+        if stopped:  # the engine finds a stop string only where it falls on token borders, and may have gone on
+            ids = next(ids[:k] for k in range(1, len(ids) + 1) if self._cut(ids[:k], row)[1])
         logprobs = None
         if row.sampling.logprobs is not None:
-            values = zip(ids, outputs[0].generated_log_probs, strict=True)
+            values = zip(ids, outputs[0].generated_log_probs, strict=False)
             logprobs = tuple(TokenLogprob(self.text.token_text(id), value, id) for id, value in values)
         return Completion(
             text=text,

@@ -1,6 +1,5 @@
 """Tiny models with random weights, in the shapes of the families that people use, and slow, obvious references for them."""
 
-import itertools
 import math
 from collections import Counter
 from collections.abc import Callable
@@ -188,13 +187,17 @@ def _sequence_p_value(model: Any, prompt: list[int], sampling: Sampling, drawn: 
     return float(chisquare(observed, wanted).pvalue)
 
 
+def _greedy(model: Any, prompt: list[int], sampling: Sampling) -> tuple[int, ...]:
+    reply: list[int] = []
+    for _ in range(sampling.max_tokens):
+        reply.append(int(_distribution(_next_logits(model, prompt + reply), sampling, prompt, reply).argmax()))
+    return tuple(reply)
+
+
 @pytest.fixture(scope="session")
 def reference() -> SimpleNamespace:
     return SimpleNamespace(
-        next_logits=_next_logits,
-        distribution=_distribution,
-        sequence_p_value=_sequence_p_value,
-        product=itertools.product,
+        next_logits=_next_logits, distribution=_distribution, sequence_p_value=_sequence_p_value, greedy=_greedy
     )
 
 

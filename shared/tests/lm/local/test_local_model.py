@@ -85,6 +85,22 @@ def test_the_chi_square_test_notices_a_wrong_temperature(tiny_vocabulary, refere
     assert reference.sequence_p_value(tiny_vocabulary.model, tiny_vocabulary.prompt, wrong, drawn) < 1e-6
 
 
+@pytest.mark.parametrize(
+    "penalties",
+    [
+        {"repetition_penalty": 0.5},
+        {"repetition_penalty": 6.0},
+        {"frequency_penalty": 1.5},
+        {"presence_penalty": 1.5, "frequency_penalty": 0.5, "repetition_penalty": 1.3},
+    ],
+)
+def test_greedy_with_penalties_is_greedy_on_penalised_logits(tiny_vocabulary, reference, penalties):
+    local = LocalModel(tiny_vocabulary.model, tiny_vocabulary.tokenizer, eos_token_ids=[])
+    sampling = Sampling(temperature=0, max_tokens=16, **penalties)
+    expected = reference.greedy(tiny_vocabulary.model, tiny_vocabulary.prompt, sampling)
+    assert local.complete(tiny_vocabulary.prompt, sampling)[0].token_ids == expected
+
+
 class TestDraw:
     def settings(self, rows: int, vocabulary: int, **kwargs: float) -> Settings:
         return Settings([Sampling(**kwargs)] * rows, [[0]] * rows, vocabulary, torch.device("cpu"))
