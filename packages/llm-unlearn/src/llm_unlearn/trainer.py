@@ -325,9 +325,8 @@ class UnlearnTrainer(Trainer):
             wrapped: Any = self.model_wrapped if self.is_in_train else self.model
             with as_reference(self.accelerator.unwrap_model(self.model), adapter=self._ref_adapter):
                 parts, _ = self._forward(wrapped, inputs, names)
-        return {
-            name: _as_reference_part(part, need_nll="nll" in self.method.references) for name, part in parts.items()
-        }
+        scored = {part for o in self.method.objectives if o.reference == "nll" for part in o.parts}
+        return {name: _as_reference_part(part, need_nll=name in scored) for name, part in parts.items()}
 
     def _scored_part(self, name: PartName, inputs: Mapping[str, Any]) -> Part:
         assert self._ref_scores is not None
@@ -529,7 +528,8 @@ def _select(inputs: Mapping[str, Any], all_names: Sequence[PartName], names: Seq
 
 
 def _as_reference_part(part: Part, *, need_nll: bool) -> Part:
-    nll = part.nll if need_nll and bool(part.answer.any()) else None
+    # Also where a process holds only fillers, and so no row: its NLL has no entries then, but it is there.
+    nll = part.nll if need_nll else None
     return Part(
         part.logits, part.targets, part.answer, part.sequence, part.n_sequences, ref_nll=nll, hidden=part.hidden
     )
