@@ -15,7 +15,7 @@ import math
 import multiprocessing
 import os
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor, as_completed
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -98,6 +98,7 @@ def sweep(
     store: str | Path,
     export: str | Path | None = None,
     jobs: int = 1,
+    pool: Executor | None = None,
     progress: Progress | None = None,
 ) -> SweepResult:
     """Tune `train(lr=..., <alpha>=..., seed=..., **fixed) -> loss` by the independent sweep.
@@ -105,6 +106,8 @@ def sweep(
     `store`: SQLite file of finished runs; the same sweep on it resumes, another training function, other `fixed` or another
     version of its source raises `SettingsMismatchError`, a second process on it `StoreLockedError`. `export`: also write the
     runs as JSON lines. `jobs` > 1: that many spawned processes, a share of the cores each; `train` must then be importable.
+    `pool`: run there instead (its size in `jobs`).
+
     A non-finite loss is recorded as infinity; a run that raises is not recorded, the others finish, then `SweepError`.
     """
     alphas, fixed = dict(alphas or {}), dict(fixed or {})
@@ -122,7 +125,9 @@ def sweep(
         raise ValueError(f"{clash} are swept, so they cannot be fixed too")
     progress = progress or Progress(enabled=False)
     records: list[dict[str, Any]] = []
-    pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) if jobs > 1 else None
+    own_pool = None
+    if pool is None and jobs > 1:
+        pool = own_pool = ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn"))
     try:
         with Store(store, settings={"train": _version(train), "fixed": fixed}) as runs:
 
@@ -143,8 +148,8 @@ def sweep(
                     runs.export_jsonl(export)
             return result
     finally:
-        if pool is not None:
-            pool.shutdown(cancel_futures=True)
+        if own_pool is not None:
+            own_pool.shutdown(cancel_futures=True)
 
 
 def _phases(
@@ -178,7 +183,7 @@ def _finish(
     wanted: list[Params],
     fixed: Params,
     runs: Store,
-    pool: ProcessPoolExecutor | None,
+    pool: Executor | None,
     jobs: int,
     name: str,
     progress: Progress,

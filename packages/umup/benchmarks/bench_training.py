@@ -1,0 +1,116 @@
+"""Optimiser step, and forward + backward, against unit-scaling, mup and a plain transformer."""
+
+from collections.abc import Callable, Iterator
+
+import mup
+import torch
+import unit_scaling as uu
+from torch import nn
+
+from chapbook_shared.bench import Comparison, compare, main
+from umup.bytelm import PlainDecoder
+from umup.nn import TransformerDecoder
+from umup.optim import get_param_groups
+
+VOCAB = 128
+
+
+def with_gradients(model: nn.Module) -> nn.Module:
+    for p in model.parameters():
+        p.grad = torch.randn_like(p)
+    return model
+
+
+def optimizer_rows() -> Iterator[Comparison]:
+    for layers, width in ((6, 64), (24, 64), (24, 128)):
+        ours = with_gradients(TransformerDecoder(VOCAB, width, layers, 4))
+        theirs = with_gradients(uu.TransformerDecoder(width, VOCAB, layers, 4))
+        plain = with_gradients(PlainDecoder(VOCAB, width, layers, 4, 4 * width))
+        step = torch.optim.AdamW(get_param_groups(ours, 1.0, 2**-13), fused=True).step
+        name = f"AdamW step, {layers} layers of width {width}"
+        for peer, optimizer, goal in (
+            ("unit-scaling", uu.optim.AdamW(theirs.parameters(), lr=1.0, weight_decay=2**-13), 3.0),
+            (
+                "unit-scaling, fused",
+                uu.optim.AdamW(theirs.parameters(), lr=1.0, weight_decay=2**-13, fused=True),
+                None,
+            ),
+            ("plain torch, fused", torch.optim.AdamW(plain.parameters(), fused=True), 0.98),
+        ):
+            yield compare(name, step, optimizer.step, peer_name=peer, goal=goal, repeats=15, warmup=3)
+
+    def mup_net(width: int) -> nn.Module:
+        blocks = [nn.Linear(width, width) for _ in range(24 * 5)]
+        return nn.Sequential(nn.Linear(16, width), *blocks, mup.MuReadout(width, 16))
+
+    model = mup_net(64)
+    mup.set_base_shapes(model, mup_net(16), delta=mup_net(32))
+    with_gradients(model)
+    plain_sized = with_gradients(TransformerDecoder(VOCAB, 64, 24, 4))
+    step = torch.optim.AdamW(get_param_groups(plain_sized, 1.0), fused=True).step
+    yield compare(
+        "AdamW step, 24 layers of width 64 (mup: 120 square layers)",
+        step,
+        mup.MuAdamW(model.parameters(), lr=1e-3).step,
+        peer_name="mup",
+        repeats=15,
+        warmup=3,
+    )
+
+
+def pass_of(loss: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, ids: torch.Tensor) -> Callable[[], None]:
+    def run() -> None:
+        model.zero_grad()
+        loss(ids).backward()
+
+    return run
+
+
+def pass_rows() -> Iterator[Comparison]:
+    for width, batch, length in ((64, 4, 64), (256, 4, 128), (512, 4, 128)):
+        ids = torch.randint(VOCAB, (batch, length))
+        heads = width // 32
+        ours = TransformerDecoder(VOCAB, width, 4, heads, scale_seq_len=length)
+        plain = PlainDecoder(VOCAB, width, 4, heads, 4 * width)
+        name = f"forward + backward, 4 layers of width {width}, {batch} x {length}"
+        # 1 / 1.10 and 1 / 1.03: at most so much slower than the plain transformer.
+        yield compare(
+            f"{name}, eager",
+            pass_of(ours.loss, ours, ids),
+            pass_of(plain.loss, plain, ids),
+            peer_name="plain torch",
+            goal=0.91 if width >= 256 else None,
+            repeats=15,
+            warmup=3,
+        )
+        no_rope = TransformerDecoder(VOCAB, width, 4, heads, rope_theta=None)
+        theirs = uu.TransformerDecoder(width, VOCAB, 4, heads)
+        yield compare(
+            f"{name}, eager, no positions",
+            pass_of(no_rope.loss, no_rope, ids),
+            pass_of(theirs.loss, theirs, ids),
+            peer_name="unit-scaling",
+            goal=1.0,
+            repeats=15,
+            warmup=3,
+        )
+        if width == 256:
+            yield compare(
+                f"{name}, compiled",
+                pass_of(torch.compile(ours.loss), ours, ids),
+                pass_of(torch.compile(plain.loss), plain, ids),
+                peer_name="plain torch, compiled",
+                goal=0.97,
+                repeats=21,
+                warmup=3,
+            )
+
+
+def run() -> Iterator[Comparison]:
+    torch.manual_seed(0)
+    yield from optimizer_rows()
+    yield from pass_rows()
+
+
+if __name__ == "__main__":
+    main(run)
