@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from chapbook_shared.lm.protocol import Message, Prompt
@@ -35,7 +35,6 @@ class TextCodec:
         self._control = sorted(self._special | self._markup, key=len, reverse=True)
         self._control_ids = {self._added[text][0] for text in self._control}
         self._splitter = re.compile("(" + "|".join(map(re.escape, self._control)) + ")") if self._control else None
-        self._plain = self._plain_tokenizer()
         self.prefix = self._prefix()
         self.token_text = lru_cache(maxsize=65_536)(self._token_text)
 
@@ -74,7 +73,7 @@ class TextCodec:
             head = self.prompt(prompt)
             return [*head, *choice], len(head)  # type: ignore[list-item]
         text = prompt + choice
-        if self._plain is not None:
+        if self.tokenizer.is_fast:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             ids, kept = encoded["input_ids"], sum(end <= len(prompt) for _, end in encoded["offset_mapping"])
         else:
@@ -159,8 +158,9 @@ class TextCodec:
             return [id for id in ids if id not in self._control_ids]
         return self._as_text(text[: found + 1]) + self._as_text(text[found + 1 :])
 
-    def _plain_tokenizer(self) -> Any:
-        """A copy that knows no added tokens; None for a tokenizer that is not of the `tokenizers` library."""
+    @cached_property
+    def _plain(self) -> Any:
+        """A copy of the tokenizer that knows no added tokens; None for a tokenizer that is not of the `tokenizers` library."""
         backend = getattr(self.tokenizer, "backend_tokenizer", None)
         if backend is None or not hasattr(backend, "to_str"):
             return None

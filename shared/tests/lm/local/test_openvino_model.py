@@ -105,7 +105,7 @@ def test_greedy_text_is_local_models(tiny, tiny_vocabulary):
 def test_samples_follow_the_full_softmax_under_every_setting_it_takes(tiny, tiny_vocabulary, reference, setting):
     sampling = Sampling(n=2_500, seed=2, max_tokens=2, **setting)
     if tiny.capabilities.unsupported & set(setting):
-        with pytest.raises(CapabilityError, match="cannot sample with (frequency|presence)_penalty"):
+        with pytest.raises(CapabilityError, match=r"cannot sample with (frequency|presence)_penalty"):
             tiny.complete(tiny_vocabulary.prompt, sampling)
         return
     drawn = [c.token_ids for c in tiny.complete(tiny_vocabulary.prompt, sampling)]
@@ -232,7 +232,7 @@ class TestConversion:
         return tmp_path / "source"
 
     def test_a_folder_that_is_not_converted_is_named(self, source):
-        with pytest.raises(FileNotFoundError, match="OpenVINOModel.from_pretrained converts"):
+        with pytest.raises(FileNotFoundError, match="from_pretrained converts"):
             OpenVINOModel(source)
 
     def test_without_uv_the_error_says_what_to_run(self, source, monkeypatch):
