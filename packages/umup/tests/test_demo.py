@@ -6,8 +6,8 @@ from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 
 import pytest
 import torch
-from chapbook_shared.progress import Progress
 
+from chapbook_shared.progress import Progress
 from umup.bytelm import build, optimizer_for, text_bytes, train
 from umup.demo import COLUMNS, best_lr, evidence, rows, transfer_cost
 from umup.tuning import log2grid
@@ -100,7 +100,7 @@ def transfer(settings, seeds, sizes, lrs, steps):
             lrs=lrs,
             steps=steps,
         )
-    proxy, target = list(sizes)[0], list(sizes)[-1]
+    proxy, target = next(iter(sizes)), list(sizes)[-1]
     for row in rows(curves, proxy, target):
         print(row)
     return {label: transfer_cost(c, proxy, target) for label, c in curves.items()}

@@ -264,13 +264,10 @@ def rms_norm(
 ) -> Float[Tensor, "..."]:
     """`x / sqrt(mean(x^2) + eps)` over the trailing `normalized_shape`, times the gain if there is one.
 
-    float16 and bfloat16 are squared and averaged in float32, so large activations do not overflow.
+    float16 and bfloat16 are squared and averaged in float32 (by torch), so large activations do not overflow.
     """
     if weight is not None:
         weight = scale_bwd(weight, _gain_scale(x, normalized_shape, grad_scale))
-    if x.dtype in (torch.float16, torch.bfloat16):
-        y = F.rms_norm(x.float(), list(normalized_shape), None, eps).to(x.dtype)
-        return y if weight is None else y * weight
     return F.rms_norm(x, list(normalized_shape), weight, eps)
 
 
