@@ -93,10 +93,10 @@ def run() -> Iterator[Comparison]:
 
     def epoch(**settings):
         with contextlib.redirect_stdout(io.StringIO()):
-            trainer("ME+GD", 16, **settings).train()
+            trainer("ME+GD", 4, **settings).train()
 
     yield compare(
-        "ME+GD epoch, 16 items", lambda: epoch(padding_free=True),
+        "ME+GD epoch, 4 + 4 items, with the trainer set up", lambda: epoch(padding_free=True),
         lambda: epoch(me_positions="padded", pad_to=500, max_length=500),
         peer_name="padded to 500 as in the official loader", repeats=3,
     )  # fmt: skip
