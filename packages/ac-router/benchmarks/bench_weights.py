@@ -1,4 +1,5 @@
-"""The feature weights of a layer against the official formulation, written anew: index_reduce for mean and deviation, one weight row a token."""
+"""From tokens and assignments to scaled tokens, against the official formulation written anew: index_reduce for mean and deviation, one row of
+weights a token, then the product."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -6,7 +7,7 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-from ac_router import feature_weights, token_weights
+from ac_router import feature_weights, scale_tokens
 from chapbook_shared.bench import Comparison, compare, main
 
 
@@ -19,7 +20,7 @@ def official(hidden: Tensor, prev: Tensor) -> Tensor:
     spread = empty.index_reduce(0, prev, deviation, "mean", include_self=False)
     weights = 1 / (spread + 1e-4)
     weights = weights.clamp(max=10 * weights.mean())
-    return (weights / weights.mean(0))[prev]
+    return hidden * (weights / weights.mean(0))[prev]
 
 
 def official_pairwise(hidden: Tensor, prev: Tensor, clusters: int) -> Tensor:
@@ -29,11 +30,11 @@ def official_pairwise(hidden: Tensor, prev: Tensor, clusters: int) -> Tensor:
         rows = hidden[prev == k]
         if len(rows) > 1:
             spread[k] = (rows[:, None] - rows[None]).abs().sum((0, 1)) / (len(rows) * (len(rows) - 1))
-    return (1 / (spread + 1e-4))[prev]
+    return hidden * (1 / (spread + 1e-4))[prev]
 
 
 def ours(hidden: Tensor, prev: Tensor, experts: int, **options) -> Callable[[], Tensor]:
-    return lambda: token_weights(feature_weights(hidden, prev, experts, **options), prev[:, None])
+    return lambda: scale_tokens(hidden, feature_weights(hidden, prev, experts, **options), prev[:, None])
 
 
 def run() -> Iterator[Comparison]:
@@ -48,7 +49,7 @@ def run() -> Iterator[Comparison]:
         hidden, prev = torch.randn(tokens, dim), torch.randint(0, experts, (tokens,))
         torch.testing.assert_close(ours(hidden, prev, experts)(), official(hidden, prev), rtol=1e-3, atol=1e-3)
         yield compare(
-            f"MAD weights, {tokens} tokens, d={dim}, {experts} experts",
+            f"MAD weights and scaling, {tokens} tokens, d={dim}, {experts} experts",
             ours=ours(hidden, prev, experts),
             peer=lambda h=hidden, p=prev: official(h, p),
             peer_name="official formulation",
@@ -61,14 +62,14 @@ def run() -> Iterator[Comparison]:
             ours(hidden, prev, 4, **pairwise)(), official_pairwise(hidden, prev, 4), rtol=1e-3, atol=1e-3
         )
         yield compare(
-            f"pairwise weights, {tokens} tokens, d={dim}, 4 experts",
+            f"pairwise weights and scaling, {tokens} tokens, d={dim}, 4 experts",
             ours=ours(hidden, prev, 4, **pairwise),
             peer=lambda h=hidden, p=prev: official_pairwise(h, p, 4),
             peer_name="all pairs",
             goal=2.0,
         )
     hidden, prev = torch.randn(8192, 512), torch.randint(0, 16, (8192,))
-    compiled = torch.compile(lambda h, p: token_weights(feature_weights(h, p, 16), p[:, None]), fullgraph=True)
+    compiled = torch.compile(lambda h, p: scale_tokens(h, feature_weights(h, p, 16), p[:, None]), fullgraph=True)
     yield compare(
         "torch.compile of the same, 8192 tokens, d=512, 16 experts",
         ours=lambda: compiled(hidden, prev),

@@ -1,7 +1,7 @@
 """Everything that must compile without a graph break, compared with eager. Not a test by itself: it runs without the shape checks that
 the tests install around every function, which the compiler cannot trace.
 
-usage: run_compiled.py BACKEND
+usage: run_compiled.py BACKEND all|few
 """
 
 import sys
@@ -11,7 +11,7 @@ import torch
 from ac_router import ACMoE, ACRouter, ACSoftMoE, RoutingState, feature_weights, patch_model
 
 torch.set_num_threads(1)
-backend = sys.argv[1]
+backend, everything = sys.argv[1], sys.argv[2] == "all"
 
 
 def compiled(function, **options):
@@ -22,7 +22,8 @@ def compiled(function, **options):
 hidden = torch.randn(64, 16)
 prev = torch.rand(64, 4).topk(2).indices
 mask = torch.rand(64) > 0.2
-for options in ({}, {"dispersion": "variance", "norm": "global"}, {"dispersion": "pairwise"}, {"mask": mask}):
+variants = [{"mask": mask}, {"dispersion": "variance", "norm": "global"}, {"dispersion": "pairwise"}, {}]
+for options in variants if everything else variants[:1]:
     ours = compiled(lambda h, p, options=options: feature_weights(h, p, 4, **options))(hidden, prev)
     torch.testing.assert_close(ours, feature_weights(hidden, prev, 4, **options), rtol=1e-4, atol=1e-5)
 broken = hidden.clone()
@@ -33,7 +34,7 @@ wrong[5] = 77  # Not looked at in compiled code: a token that does not count.
 assert torch.isfinite(compiled(lambda h, p: feature_weights(h, p, 4))(hidden, wrong)).all()
 print("feature_weights")
 
-for stats in ("batch", "ema", "frozen"):
+for stats in ("ema", "batch", "frozen") if everything else ("ema",):
     router = ACRouter(16, 4, 2, stats=stats, mix_weights=stats == "ema")
     gates = torch.rand(64, 2)
     for training in (True, False):
@@ -97,11 +98,16 @@ common = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "num_experts_per_tok": 2,
+    "eos_token_id": None,
 }
-for config, model_class in (
+qwen = {"num_experts": 4, "moe_intermediate_size": 24, "shared_expert_intermediate_size": 24}
+families = (
     (transformers.MixtralConfig(**common, num_local_experts=4), transformers.MixtralForCausalLM),
     (transformers.OlmoeConfig(**common, num_experts=4), transformers.OlmoeForCausalLM),
-):
+    (transformers.Qwen2MoeConfig(**common, **qwen), transformers.Qwen2MoeForCausalLM),
+    (transformers.Qwen3MoeConfig(**common, **qwen, head_dim=8), transformers.Qwen3MoeForCausalLM),
+)
+for config, model_class in families if everything else families[:1]:
     torch.manual_seed(0)
     model = model_class(config)
     model.set_experts_implementation("grouped_mm")  # The eager loop over experts does not compile, patched or not.

@@ -30,8 +30,8 @@ Norm: TypeAlias = Literal["feature", "global", "global_clipped", "cluster"]
 # A torch.distributed process group, or "world" for the default one (which survives pickling and copying).
 ProcessGroup: TypeAlias = Any
 
-# Tokens are worked through in blocks of about a megabyte: the temporaries stay in cache and small next to the tokens.
-BLOCK_ELEMENTS = 2**18
+# Tokens are worked through in blocks of half a megabyte: the temporaries stay in cache and small next to the tokens.
+BLOCK_ELEMENTS = 2**17
 
 
 class ClusterStatistics(NamedTuple):
@@ -267,7 +267,7 @@ def _deviation_sums(hidden: Tensor, labels: Tensor, mean: Tensor, *, squared: bo
     mean = torch.cat([mean, mean.new_zeros(1, mean.shape[1])])
     sums = torch.zeros_like(mean)
     for block, label in _blocks(hidden, labels):
-        deviation = block - mean.index_select(0, label)
+        deviation = mean.index_select(0, label).sub_(block)  # In place, and its sign does not matter.
         sums.index_add_(0, label, deviation.square_() if squared else deviation.abs_())
     return sums[:-1]
 
