@@ -187,7 +187,7 @@ def demo(*, seed: int, progress: Progress) -> Report:
     with progress.task("power curves", total=len(strong)) as task:
         for name in strong:
             curve = plan(
-                reference, bags[name], grid=grid, alpha=0.05, max_length=length, n_simulations=100, n_permutations=99,
+                reference, bags[name], grid=grid, alpha=0.05, max_length=length, n_simulations=50, n_permutations=99,
                 random_state=derive_seed(seed, "power", name),
             )  # fmt: skip
             axes.plot([r.n for r in curve.rows], [r.power for r in curve.rows], marker="o", label=LABELS[name])
