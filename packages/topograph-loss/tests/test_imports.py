@@ -19,3 +19,12 @@ def test_importing_pulls_in_no_extra():
     code = f"import sys, torch; before = set(sys.modules); import topograph_loss; print(({heavy} & set(sys.modules)) - before)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "set()"
+
+
+def test_the_first_loss_does_not_import_the_compiler():
+    code = (
+        "import sys, torch; from topograph_loss import TopographLoss; x = torch.rand(1, 1, 8, 8, requires_grad=True);"
+        "TopographLoss()(x, torch.ones(1, 1, 8, 8)).backward(); print('torch._dynamo' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"

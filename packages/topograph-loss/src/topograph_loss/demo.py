@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 SIDE = 64
 SEEDS = 3
-WARM_UP, STEPS = 120, 80  # Dice alone, then each of the losses
-LAMBDA = 0.05
+WARM_UP, STEPS = 120, 100  # Dice alone, then each of the losses
+LAMBDA = 0.01  # the best of 0.003, 0.01 and 0.03 on crops of the left half that were held out
 
 
 def demo(*, seed: int, progress: Progress) -> Report:
@@ -57,7 +57,7 @@ def retina_crops(seed: int) -> tuple[Tensor, Tensor, int]:
     vessels = filters.apply_hysteresis_threshold(ridges, low, high) & inside
     flat = green - gaussian(green, 12)
     seen = gaussian(flat, 1.0)
-    seen = seen / seen[inside].std() + 0.5 * gaussian(rng.normal(size=green.shape), 0.8) / 0.35
+    seen = seen / seen[inside].std() + 0.4 * gaussian(rng.normal(size=green.shape), 0.8) / 0.35
     corners = [
         (r, c)
         for r in range(0, green.shape[0] - SIDE, SIDE // 2)
@@ -186,9 +186,10 @@ def train(report: Report, images: Tensor, labels: Tensor, split: int, seed: int,
     ]
     report.claim(
         "Topograph lowers the number of topological errors (DIU) of a network trained with Dice",
-        expected="lower (paper: 11 % on roads; 10-30 % guessed for this size)",
+        expected="lower (paper: by 11 % on roads)",
         measured=f"{change:+.0%} ({', '.join(f'{one:+.0%}' for one in per_seed)} by seed), Wilcoxon over crops p = {p:.2g}",
         holds=bool(change < 0 and p < 0.05),
+        within_scale=False,  # a difference of 10 % is about the noise of three seeds of a network this small
     )
     difference = np.mean(
         [_mean_dice(a) - _mean_dice(b) for a, b in zip(results["Dice + Topograph"], results["Dice"], strict=True)]
@@ -198,6 +199,7 @@ def train(report: Report, images: Tensor, labels: Tensor, split: int, seed: int,
         expected="Dice score within 0.01",
         measured=f"{difference:+.4f}",
         holds=bool(abs(difference) <= 0.01),
+        within_scale=False,
     )
     worst = int(np.argmax(results["Dice"][0].diu - results["Dice + Topograph"][0].diu))
     report.figure(

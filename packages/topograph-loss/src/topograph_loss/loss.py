@@ -8,13 +8,13 @@ Symbols   paper     here
 The regions are constants; the gradient flows through q alone.
 """
 
+import sys
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import wraps
 from itertools import product
-from math import prod
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import numpy as np
 import torch
@@ -41,6 +41,9 @@ from topograph_loss.hard_labels import (
     shifted_scores,
 )
 
+P = ParamSpec("P")
+T = TypeVar("T")
+
 AGGREGATIONS = ("mean", "sum", "max", "min", "rms", "ce")
 REDUCTIONS = ("mean", "sum", "none")
 
@@ -60,25 +63,40 @@ class CriticalBatch:
     """The pair, sample * K + class, of each region."""
 
 
-# An operator of its own: torch.compile and torch.export see one opaque node, whose number of outputs depends on the data.
-@torch.library.custom_op("topograph_loss::critical_batch", mutates_args=())
+def outside_graphs(function: Callable[P, T]) -> Callable[P, T]:
+    """Keep `torch.compile` out of a function: the graph breaks there.
+
+    `torch.compiler.disable` would import the whole compiler, seconds and 100 MB, for those who do not use it.
+    """
+
+    @wraps(function)
+    def call(*args: P.args, **kwargs: P.kwargs) -> T:
+        if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            return torch.compiler.disable(function)(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call
+
+
+@outside_graphs
 def critical_batch(
-    pred: Tensor,
-    target: Tensor,
-    shape: Sequence[int],
+    pred: Shaped[Tensor, "batch *labels"],
+    target: Shaped[Tensor, "batch *labels"],
+    shape: torch.Size,
+    *,
     exclusive: bool,
-    first_class: int,
-    connectivity: str | None,
-    border: str,
-    rule: str,
-    workers: int,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """The fields of `CriticalBatch` for all (sample, class) pairs, found on the CPU; class `first_class` is the first that counts.
+    first_class: int = 0,
+    connectivity: str | None = None,
+    border: str = "background",
+    rule: str = "exact",
+    workers: int = 0,
+) -> CriticalBatch:
+    """Find the critical regions of all (sample, class) pairs, on the CPU; class `first_class` is the first that counts.
 
     `pred` and `target` are hard labels as `hard_labels` makes them, for scores of `shape` (batch, channel, *space). `workers`
     threads share the pairs (0: this thread); the result does not depend on them.
     """
-    batch, channels, pixels = shape[0], shape[1], prod(shape[2:])
+    batch, channels, pixels = shape[0], shape[1], shape[2:].numel()
     small = torch.uint8 if channels <= 256 else torch.int32
     a, t = (labels.to(small if exclusive else torch.bool).cpu().numpy() for labels in (pred, target))
     classes = range(first_class, channels)
@@ -86,15 +104,15 @@ def critical_batch(
 
     def solve(pair: tuple[int, int]) -> tuple[np.ndarray, ...]:
         sample, k = pair
-        P, G = (binary_problem(labels, sample, k, exclusive=exclusive) for labels in (a, t))
-        found = critical_sites(P, G, connectivity=connectivity, border=border, rule=rule)
+        ours, theirs = (binary_problem(labels, sample, k, exclusive=exclusive) for labels in (a, t))
+        found = critical_sites(ours, theirs, connectivity=connectivity, border=border, rule=rule)
         site = found.site
         if exclusive:
             channel, true_channel = (labels[sample].ravel()[site].astype(np.int64) for labels in (a, t))
             complement = np.zeros(site.size, np.bool_)
         else:
             channel = true_channel = np.full(site.size, k)
-            complement = ~P.ravel()[site]
+            complement = ~ours.ravel()[site]
         row = sample * channels
         return (row + channel) * pixels + site, (row + true_channel) * pixels + site, complement, found.region
 
@@ -107,23 +125,8 @@ def critical_batch(
     offsets = np.cumsum(counts) - counts
     region = np.concatenate([region + offset for (*_, region), offset in zip(solved, offsets, strict=True)])
     predicted, true, complement = (np.concatenate([part[i] for part in solved]) for i in range(3))
-    pair = np.repeat(np.arange(len(pairs)), counts)
-    to = partial(torch.Tensor.to, device=pred.device, non_blocking=True)
-    return (
-        to(torch.from_numpy(predicted)),
-        to(torch.from_numpy(true)),
-        to(torch.from_numpy(complement)),
-        to(torch.from_numpy(region)),
-        to(torch.from_numpy(pair)),
-    )
-
-
-@critical_batch.register_fake
-def _(pred: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    sites, regions = (torch.library.get_ctx().new_dynamic_size() for _ in range(2))
-    index = pred.new_empty(sites, dtype=torch.int64)
-    flag = pred.new_empty(sites, dtype=torch.bool)
-    return index, index.clone(), flag, index.clone(), pred.new_empty(regions, dtype=torch.int64)
+    arrays = (predicted, true, complement, region, np.repeat(np.arange(len(pairs)), counts))
+    return CriticalBatch(*(torch.from_numpy(array).to(pred.device, non_blocking=True) for array in arrays))
 
 
 def aggregate(
@@ -295,18 +298,17 @@ class TopographLoss(_Loss):
         pred = hard_prediction(decided, exclusive=exclusive, threshold=self.threshold)
         if ignore is not None:
             pred = torch.where(ignore if exclusive else ignore.unsqueeze(1), true, pred)
-        found = critical_batch(
+        critical = critical_batch(
             pred,
             true,
-            list(p.shape),
-            exclusive,
-            0 if self.include_background else 1,
-            self.connectivity,
-            self.border,
-            self.rule,
-            self.workers,
+            p.shape,
+            exclusive=exclusive,
+            first_class=0 if self.include_background else 1,
+            connectivity=self.connectivity,
+            border=self.border,
+            rule=self.rule,
+            workers=self.workers,
         )
-        critical = CriticalBatch(*found)
         if self.aggregation == "ce":
             penalty, how = self._cross_entropy(scores, p, critical, exclusive), "mean"
         else:

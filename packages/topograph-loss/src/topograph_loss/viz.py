@@ -58,7 +58,7 @@ def show_critical_regions(
         radius = 2 + np.sqrt(region.size)
         ax.add_patch(patches.Circle((x, y), radius, fill=False, linewidth=1.2, edgecolor=COLOURS[region.kind]))
     ax.imshow(picture, interpolation="nearest")
-    ax.set_axis_off()
+    ax.set(xticks=[], yticks=[])
     if legend:
         count = found.count()
         shown = ["right", "harmless", *(kind for kind in KINDS if kind in count)]
