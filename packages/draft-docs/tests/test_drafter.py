@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chapbook_shared.lm import Budget, ScriptedModel
+from chapbook_shared.lm import Budget, RequestFailed, ScriptedModel
 from draft_docs.drafter import DraftConfig, Drafter
 from draft_docs.policy import Policy
 from draft_docs.sources.callables import CallableSource
+from draft_docs.stored import read_run
+from draft_docs.tools import ToolResult
 
 CANARY = "canary-5f3a9e-value"
 
@@ -188,6 +190,182 @@ def test_a_budget_ends_the_run_and_says_where(tmp_path):
     assert rest.counts.chat_calls == Drafter(scripted(), Letters()).run(source).counts.chat_calls - 2
 
 
+def test_a_run_is_read_back_from_its_store(tmp_path):
+    source, store = CallableSource([metres], read_only=True), tmp_path / "s"
+    Drafter(scripted(), Letters(), budget=Budget(requests=4), store=store).run(source)
+    half = read_run(store)
+    assert (half["metres"].refined.stopped, len(half["metres"].iterations)) == ("interrupted", 1)
+    assert half.stopped_by == "not finished: metres"
+    result = Drafter(scripted(), Letters(), store=store).run(source)
+    whole = read_run(store)
+    assert whole["metres"].refined == result["metres"].refined
+    assert whole.diff() == result.diff()
+    with pytest.raises(FileNotFoundError):
+        read_run(tmp_path / "none")
+
+
+def test_tokens_money_and_time_end_a_run_cleanly():
+    source = CallableSource([metres], read_only=True)
+    for options, said in [
+        ({"budget": Budget(tokens=3000)}, "the budget of 3000 tokens"),
+        ({"budget": Budget(money=0.004, prices=(1.0, 2.0))}, "beyond the budget of 0.004"),
+        ({"max_seconds": 1e-9}, "the time of the run is over"),
+    ]:
+        result = Drafter(scripted(), Letters(), **options).run(source)
+        assert said in result.stopped_by
+        assert result["metres"].refined.stopped == "interrupted"
+    with pytest.raises(ValueError, match="max_seconds must be positive"):
+        Drafter(scripted(), Letters(), max_seconds=0)
+
+
+def test_a_failing_endpoint_ends_the_run_and_a_later_one_goes_on(tmp_path):
+    source = CallableSource([metres], read_only=True)
+    inner, served = scripted(), iter(range(100))
+
+    def model(messages, sampling):
+        if next(served) in (1, 2):  # a batch that fails is asked again one by one
+            raise RequestFailed("503 from the endpoint", status=503)
+        return inner.chat(messages).text
+
+    broken = Drafter(ScriptedModel(model), Letters(), store=tmp_path / "s").run(source)
+    assert "503 from the endpoint" in broken.stopped_by
+    assert Drafter(scripted(), Letters(), store=tmp_path / "s").run(source)["metres"].refined.stopped == "converged"
+
+
+def test_a_server_that_refuses_open_schemas_is_asked_without():
+    seen = []
+
+    class Strict(ScriptedModel):
+        async def achat(self, messages, sampling, *, schema=None):
+            seen.append(schema is not None)
+            if schema is not None:
+                raise RequestFailed("additionalProperties must be false", status=400)
+            return await super().achat(messages, sampling)
+
+    inner = scripted()
+    model = Strict(lambda messages, sampling: inner.chat(messages).text)
+    result = Drafter(model, Letters()).run(CallableSource([metres], read_only=True))
+    assert result["metres"].refined.stopped == "converged"
+    assert seen.count(True) == 1
+
+
+def test_what_the_policy_or_the_credentials_stopped_is_tried_again(tmp_path):
+    answers = ["auth"]
+
+    class Locked(CallableSource):
+        async def call(self, name, arguments):
+            if answers:
+                return ToolResult("401 who are you", answers[0])
+            return await super().call(name, arguments)
+
+    source = Locked([metres], read_only=True)
+    locked = Drafter(scripted(), Letters(), store=tmp_path / "s").run(source)["metres"]
+    assert (locked.refined.stopped, locked.refined.note) == ("needs_credentials", "401 who are you")
+    answers.clear()
+    open_ = Drafter(scripted(), Letters(), store=tmp_path / "s").run(source)["metres"]
+    assert open_.refined.stopped == "converged"
+    few = Drafter(scripted(), Letters(), policy=Policy(max_calls=1), store=tmp_path / "t").run(source)["metres"]
+    assert "the run has made its 1 calls" in few.refined.note
+    assert Drafter(scripted(), Letters(), store=tmp_path / "t").run(source)["metres"].refined.stopped == "converged"
+
+
+@pytest.mark.parametrize(
+    "value",
+    ["x" * 10_000_000, b"\x00" * 5000, float("nan"), {"a": {1, 2}}, object()],
+    ids=["10 MB", "bytes", "nan", "set", "object"],
+)
+def test_whatever_a_tool_returns_becomes_a_short_text(value):
+    def give(text: str):
+        """Give."""
+        return value
+
+    result = Drafter(scripted(arguments={"text": "a"}), Letters()).run(CallableSource([give], read_only=True))
+    call = result["give"].evidence()[0]["result"]
+    assert call["error_kind"] is None
+    assert len(call["content"]) <= 2048
+    assert call["truncated"] == (isinstance(value, str))
+
+
+def test_cycles_exceptions_and_hangs_become_results():
+    def cycle(text: str):
+        """Give."""
+        ring = []
+        ring.append(ring)
+        return ring
+
+    def broken(text: str):
+        """Give."""
+        raise LookupError("nothing here")
+
+    async def hang(text: str):
+        """Give."""
+        await asyncio.sleep(60)
+
+    policy = Policy(timeout=0.05, retries=0)
+    source = CallableSource([cycle, broken, hang], read_only=True)
+    result = Drafter(scripted(arguments={"text": "a"}), Letters(), policy=policy).run(source)
+    first = {name: draft.evidence()[0]["result"] for name, draft in result.items()}
+    assert first["cycle"]["content"] == "[[...]]"
+    assert (first["broken"]["error_kind"], first["broken"]["content"]) == ("tool_error", "LookupError: nothing here")
+    assert first["hang"]["error_kind"] == "timeout"
+    assert not result["hang"].changed
+
+
+def test_unknown_and_ill_typed_arguments_are_evidence_not_crashes():
+    for arguments, said in [
+        ({"value": 1, "colour": "red"}, "unknown argument 'colour'"),
+        ({"value": "one"}, "value: "),
+    ]:
+        result = Drafter(scripted(arguments=arguments), Letters()).run(CallableSource([metres], read_only=True))
+        call = result["metres"].evidence()[0]["result"]
+        assert call["error_kind"] == "invalid_arguments"
+        assert said in call["content"]
+        assert result.counts.tool_calls == 0
+
+
+def test_a_tool_without_arguments_or_words_is_called_twice_at_most():
+    def now():
+        return "12:00"
+
+    source = CallableSource([now], read_only=True)
+    result = Drafter(scripted(arguments={}), Letters(), config=DraftConfig(tau=1.0)).run(source)
+    assert len(result["now"].iterations) <= 2
+    assert result["now"].after.description == "Converts metres to feet."
+
+
+def test_an_empty_rewrite_is_refused_and_an_equal_one_converges():
+    empty = Drafter(scripted(description=""), Letters()).run(CallableSource([metres], read_only=True))["metres"]
+    assert (empty.refined.stopped, empty.changed) == ("failed", False)
+    equal = Drafter(scripted(description="Convert."), Letters()).run(CallableSource([metres], read_only=True))["metres"]
+    assert (equal.refined.stopped, equal.iterations[0].stability) == ("converged", 1.0)
+
+
+def test_vectors_of_zeros_and_nan_do_not_stop_the_run():
+    class Broken(Letters):
+        def embed(self, texts):
+            return np.full((len(texts), 4), np.nan)
+
+    result = Drafter(scripted(), Broken()).run(CallableSource([metres], read_only=True))
+    assert result["metres"].refined.stopped in ("converged", "max_iterations")
+
+
+def test_five_hundred_tools_with_names_of_any_alphabet():
+    def make(i):
+        def tool(value: float):
+            """Convert."""
+            return value
+
+        tool.__name__ = f"werkzeug_ü_工具_{i}"
+        return tool
+
+    source = CallableSource([make(i) for i in range(500)], read_only=True)
+    config = DraftConfig(max_iterations=1, concurrency=64)
+    policy = Policy(max_calls=500)
+    result = Drafter(scripted(), Letters(), config=config, policy=policy).run(source)
+    assert len(result) == 500
+    assert all(draft.changed for draft in result.values())
+
+
 def test_transient_errors_never_reach_the_writer():
     class Flaky(CallableSource):
         async def call(self, name, arguments):
@@ -235,14 +413,14 @@ RUN = """
 import sys, time, json
 sys.path.insert(0, {tests!r})
 from test_drafter import Letters, scripted, metres
-from chapbook_shared.lm import Budget, ScriptedModel
+from chapbook_shared.lm import Budget, RequestFailed, ScriptedModel
 from draft_docs.drafter import DraftConfig, Drafter
 from draft_docs.sources.callables import CallableSource
 
 log = open({log!r}, "a", encoding="utf-8", buffering=1)
 inner = scripted()
 def model(messages, sampling):
-    time.sleep(0.01)
+    time.sleep(0.004)
     reply = inner.chat(messages).text
     log.write("chat " + str(hash(messages[-1].text)) + "\\n")
     return reply
@@ -258,6 +436,7 @@ for i in range(6):
     tool.__name__ = f"tool{{i}}"
     tools.append(tool)
 config = DraftConfig(tau=1.0, concurrency=3)
+print("ready", flush=True)
 Drafter(ScriptedModel(model), Letters(), config=config, store={store!r}).run(CallableSource(tools, read_only=True))
 print("done")
 """
@@ -271,7 +450,8 @@ def test_kill_9_repeats_no_finished_iteration(tmp_path):
         with subprocess.Popen(
             [sys.executable, "-c", script], stdout=subprocess.PIPE, env=environment, text=True
         ) as run:
-            timer = threading.Timer(1.2 + 0.3 * kills, run.send_signal, [signal.SIGKILL])
+            run.stdout.readline()  # it has imported what it needs
+            timer = threading.Timer(0.25 + 0.3 * kills, run.send_signal, [signal.SIGKILL])
             timer.start()
             out = run.stdout.read()
             timer.cancel()

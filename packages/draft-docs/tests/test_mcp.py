@@ -1,6 +1,9 @@
 import asyncio
 import json
+import socket
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -34,6 +37,28 @@ def test_tools_hints_calls_and_errors_over_stdio():
     assert (good.ok, good.content) == (True, "6.56168")
     assert bad.error_kind == "tool_error"
     assert "must be one of m, ft, got yd" in bad.content
+
+
+def test_tools_and_calls_over_streamable_http():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+
+    async def work(source):
+        return [tool.name for tool in source.tools], await source.call("convert", {"value": 2, "unit": "m"})
+
+    with subprocess.Popen([*SERVER, str(port)], stderr=subprocess.DEVNULL) as process:
+        try:
+            for _ in range(200):
+                with socket.socket() as probe:
+                    if probe.connect_ex(("127.0.0.1", port)) == 0:
+                        break
+                time.sleep(0.1)
+            names, result = with_source(work, f"http://127.0.0.1:{port}/mcp")
+        finally:
+            process.terminate()
+    assert names == ["convert", "die", "environment"]
+    assert (result.ok, result.content) == (True, "6.56168")
 
 
 def test_a_server_that_dies_is_started_once_more_and_says_what_it_wrote():

@@ -36,7 +36,7 @@ from draft_docs.gates import lint_gate
 from draft_docs.journal import Journal
 from draft_docs.loop import Gate, Iteration, LoopSettings, Refined, accept_all, prompt_hash, refine
 from draft_docs.policy import Guard, Policy
-from draft_docs.replies import ReplyError, Summary, parse_reply
+from draft_docs.replies import ReplyError, Summary, parse_reply, schema_of
 from draft_docs.sources.base import ToolSource, opened
 from draft_docs.sources.mcp import McpServer
 from draft_docs.stability import Vector
@@ -404,7 +404,7 @@ class _Session:
         tools = [result.after for result in results.values()]
         messages = prompts.summarise(getattr(source, "name", "this source"), tools)
         try:
-            return parse_reply(await self.ask("chat/summary", messages, Summary.model_json_schema()), Summary).summary
+            return parse_reply(await self.ask("chat/summary", messages, schema_of(Summary)), Summary).summary
         except (ReplyError, LanguageModelError):
             return ""
 

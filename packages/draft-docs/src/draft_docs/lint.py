@@ -45,7 +45,7 @@ _TIMED = re.compile(
     r"(?i)(?:^|_)(?:date|datetime|time|timestamp|since|until|start|end|from|to|timeout|duration|ttl|interval)(?:_|$)"
 )
 _FORMAT_SAID = re.compile(
-    r"(?i)iso|rfc ?\d|yyyy|hh[:h]|\d{4}-\d\d|\d{1,2}:\d\d|unix|epoch|utc|zone|seconds?|minutes?|hours?|days?|milliseconds?|\bms\b|format"
+    r"(?i)iso|rfc ?\d|yyyy|hh[:h]|\d{4}-\d\d|\d{1,2}:\d\d|unix|epoch|utc|zone|seconds?|minutes?|hours?|in days|milliseconds?|\bms\b|format"
 )
 
 

@@ -25,7 +25,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from chapbook_shared.lm import LanguageModelError, Message
 from draft_docs import prompts
 from draft_docs.journal import Journal
-from draft_docs.replies import Analysis, Exploration, ReplyError, Rewrite, parse_reply
+from draft_docs.replies import Analysis, Exploration, ReplyError, Rewrite, parse_reply, schema_of
 from draft_docs.stability import Vector, is_diverse, stability
 from draft_docs.tools import ToolResult, ToolRunner, ToolSpec
 
@@ -283,7 +283,7 @@ async def _question(ask: Ask, key: str, messages: tuple[Message, ...], reply: ty
     """Ask, and ask again with the reason if the answer cannot be read. Raises ReplyError after `repair_turns` repairs."""
     conversation = list(messages)
     for turn in range(repair_turns + 1):
-        text = await ask(f"{key}/{turn}", conversation, reply.model_json_schema())
+        text = await ask(f"{key}/{turn}", conversation, schema_of(reply))
         try:
             return parse_reply(text, reply)
         except ReplyError as error:

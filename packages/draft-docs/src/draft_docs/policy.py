@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import asyncio
 import fnmatch
+import functools
+import json
 import os
 import random
 import time
@@ -19,6 +21,9 @@ from jsonschema.validators import validator_for
 
 from draft_docs.redact import Redactor, visible
 from draft_docs.tools import ToolResult, ToolRunner, ToolSpec
+
+_MARGIN = 100_000
+"""Characters beyond the cut that are masked too: a secret may lie across the cut. More are not looked at: a result may be huge."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -151,9 +156,11 @@ class Guard:
 
     def _seen(self, result: ToolResult) -> ToolResult:
         """The result as models and the store may see it. Masked before it is cut, so that no half of a secret is left."""
-        text = self.redact(visible(result.content))
         limit = self.policy.max_result_chars
-        return replace(result, content=text[:limit], truncated=result.truncated or len(text) > limit)
+        near = result.content[: limit + _MARGIN]
+        text = self.redact(visible(near))
+        is_cut = len(text) > limit or len(near) < len(result.content)
+        return replace(result, content=text[:limit], truncated=result.truncated or is_cut)
 
 
 def invalid(tool: ToolSpec, arguments: Mapping[str, Any]) -> str:
@@ -163,14 +170,24 @@ def invalid(tool: ToolSpec, arguments: Mapping[str, Any]) -> str:
         return (
             f"unknown argument {', '.join(map(repr, unknown))}: the tool takes {', '.join(tool.parameters) or 'none'}"
         )
-    schema = dict(tool.input_schema)
+    validator = _validator(json.dumps(tool.input_schema, sort_keys=True, default=str))
+    if validator is None:
+        return ""  # a tool whose own schema is broken is asked without it
     try:
-        kind = validator_for(schema)
-        kind.check_schema(schema)
-        kind(schema).validate(dict(arguments))
+        validator.validate(dict(arguments))
     except ValidationError as error:
         where = ".".join(map(str, error.absolute_path))
         return f"{where}: {error.message}" if where else error.message
-    except SchemaError:
-        return ""  # a tool whose own schema is broken is asked without it
     return ""
+
+
+@functools.lru_cache(maxsize=1024)
+def _validator(schema_text: str) -> Any:
+    """What checks arguments by a schema; None if the schema itself is wrong."""
+    schema = json.loads(schema_text)
+    kind = validator_for(schema)
+    try:
+        kind.check_schema(schema)
+    except SchemaError:
+        return None
+    return kind(schema)

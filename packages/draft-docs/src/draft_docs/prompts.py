@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel
 
 from chapbook_shared.lm import Message
-from draft_docs.replies import Analysis, Exploration, Rewrite, Summary
+from draft_docs.replies import Analysis, Exploration, Rewrite, Summary, schema_of
 from draft_docs.tools import ToolResult, ToolSpec
 
 _DATA_RULE = (
@@ -135,7 +135,7 @@ def _messages(role: str, parts: Sequence[str], reply: type[BaseModel]) -> tuple[
 
 
 def _fields(reply: type[BaseModel]) -> list[tuple[str, dict[str, Any]]]:
-    return list(reply.model_json_schema()["properties"].items())
+    return list(schema_of(reply)["properties"].items())
 
 
 def _history(versions: Sequence[str]) -> list[str]:

@@ -6,6 +6,7 @@ evaluated, and never becomes part of code or of a command.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterator
@@ -62,6 +63,12 @@ class Summary(_Reply):
 
 
 R = TypeVar("R", bound=_Reply)
+
+
+@functools.cache
+def schema_of(kind: type[BaseModel]) -> dict[str, Any]:
+    """The JSON Schema of a reply. Made once: making it takes longer than all else that an iteration does here."""
+    return kind.model_json_schema()
 
 
 class ReplyError(ValueError):

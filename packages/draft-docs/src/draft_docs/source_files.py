@@ -84,14 +84,18 @@ def with_docstrings(source: str, docstrings: Mapping[tuple[str, ...], str], name
 
 
 def patch(files: Mapping[Path, tuple[str, str]]) -> str:
-    """The changes as a unified diff that `patch -p0` takes."""
+    """The changes as a unified diff that `patch` takes; a file below the current folder is named from there."""
     return "".join(
         line
         for path, (before, after) in files.items()
         for line in difflib.unified_diff(
-            before.splitlines(keepends=True), after.splitlines(keepends=True), str(path), str(path)
+            before.splitlines(keepends=True), after.splitlines(keepends=True), _shown(path), _shown(path)
         )
     )
+
+
+def _shown(path: Path) -> str:
+    return str(path.relative_to(Path.cwd()) if path.is_relative_to(Path.cwd()) else path)
 
 
 def write(files: Mapping[Path, tuple[str, str]]) -> None:

@@ -118,16 +118,7 @@ class McpSource:
 
     def rewritten(self, refined: Mapping[str, ToolSpec]) -> str:
         """The overlay: for each refined tool its description and the texts of its parameters."""
-        tools = {
-            tool.name: {
-                "description": refined[tool.name].description,
-                "parameters": {name: words for name, words in refined[tool.name].parameter_docs.items() if words},
-            }
-            for tool in self.tools
-            if tool.name in refined
-        }
-        overlay = {"format": _OVERLAY, "server": self.name, "tools": tools}
-        return json.dumps(overlay, ensure_ascii=False, indent=2) + "\n"
+        return overlay({tool.name: refined[tool.name] for tool in self.tools if tool.name in refined}, self.name)
 
     async def aclose(self) -> None:
         self._close.set()
@@ -195,18 +186,30 @@ async def list_all_tools(client: mcp.Client) -> list[types.Tool]:
         seen.add(cursor)
 
 
+def overlay(refined: Mapping[str, ToolSpec], server: str) -> str:
+    """The words of tools as a file that `read_overlay` takes."""
+    tools = {
+        name: {
+            "description": tool.description,
+            "parameters": {parameter: words for parameter, words in tool.parameter_docs.items() if words},
+        }
+        for name, tool in refined.items()
+    }
+    return json.dumps({"format": _OVERLAY, "server": server, "tools": tools}, ensure_ascii=False, indent=2) + "\n"
+
+
 def read_overlay(text: str) -> dict[str, dict[str, Any]]:
     """The words of an overlay, by tool name. Raises ValueError for anything else."""
-    overlay = json.loads(text)
-    if not isinstance(overlay, dict) or overlay.get("format") != _OVERLAY:
+    document = json.loads(text)
+    if not isinstance(document, dict) or document.get("format") != _OVERLAY:
         raise ValueError(f"not an overlay: it needs the format {_OVERLAY!r}")
-    tools: dict[str, dict[str, Any]] = overlay["tools"]
+    tools: dict[str, dict[str, Any]] = document["tools"]
     return tools
 
 
 @asynccontextmanager
 async def proxy(
-    target: str | Sequence[str], overlay: Mapping[str, Mapping[str, Any]]
+    target: str | Sequence[str], words: Mapping[str, Mapping[str, Any]]
 ) -> AsyncIterator[mcp.server.Server[Any]]:
     """A server that offers the tools of `target` with the words of the overlay. Names, schemas, calls and results pass unchanged."""
     from mcp import types
@@ -215,7 +218,7 @@ async def proxy(
     source = await McpSource.connect(target)
 
     async def list_tools(context: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
-        return types.ListToolsResult(tools=[_overlaid(tool, overlay) for tool in await list_all_tools(source.client)])
+        return types.ListToolsResult(tools=[_overlaid(tool, words) for tool in await list_all_tools(source.client)])
 
     async def call_tool(context: Any, params: types.CallToolRequestParams) -> types.CallToolResult:
         return await source.client.call_tool(params.name, params.arguments)
@@ -226,16 +229,16 @@ async def proxy(
         await source.aclose()
 
 
-async def serve_stdio(target: str | Sequence[str], overlay: Mapping[str, Mapping[str, Any]]) -> None:
+async def serve_stdio(target: str | Sequence[str], words: Mapping[str, Mapping[str, Any]]) -> None:
     """Run the proxy on stdin and stdout until the client hangs up."""
     from mcp.server.stdio import stdio_server
 
-    async with proxy(target, overlay) as server, stdio_server() as (reader, writer):
+    async with proxy(target, words) as server, stdio_server() as (reader, writer):
         await server.run(reader, writer, server.create_initialization_options())
 
 
-def _overlaid(tool: types.Tool, overlay: Mapping[str, Mapping[str, Any]]) -> types.Tool:
-    words = overlay.get(tool.name)
+def _overlaid(tool: types.Tool, overlaid: Mapping[str, Mapping[str, Any]]) -> types.Tool:
+    words = overlaid.get(tool.name)
     if words is None:
         return tool
     spec = _spec(tool, "")
