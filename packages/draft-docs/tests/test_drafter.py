@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -350,15 +351,10 @@ def test_vectors_of_zeros_and_nan_do_not_stop_the_run():
 
 
 def test_five_hundred_tools_with_names_of_any_alphabet():
-    def make(i):
-        def tool(value: float):
-            """Convert."""
-            return value
-
-        tool.__name__ = f"werkzeug_ü_工具_{i}"
-        return tool
-
-    source = CallableSource([make(i) for i in range(500)], read_only=True)
+    source = CallableSource([metres], read_only=True)
+    names = [f"werkzeug_ü_工具_{i}" for i in range(500)]
+    source.tools = [replace(source.tools[0], name=name) for name in names]
+    source.functions = dict.fromkeys(names, metres)
     config = DraftConfig(max_iterations=1, concurrency=64)
     policy = Policy(max_calls=500)
     result = Drafter(scripted(), Letters(), config=config, policy=policy).run(source)
