@@ -1,6 +1,7 @@
 """OpenAIModel against the loopback server, over real HTTP."""
 
 import asyncio
+import gc
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ import threading
 import time
 import traceback
 from collections import Counter
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
@@ -574,3 +576,141 @@ def test_importing_the_package_is_light():
     code = "import chapbook_shared.lm, sys, json; print(json.dumps(sorted(sys.modules)))"
     loaded = set(json.loads(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout))
     assert not loaded & {"aiohttp", "torch", "numpy", "transformers", "openai", "sqlite3", "jinja2", "rich"}
+
+
+@pytest.fixture
+def answering():
+    """A server that answers with what it is given: (status, headers, body), the last one for ever."""
+    answers, times = [], []
+
+    class Handler(BaseHTTPRequestHandler):
+        def log_message(self, *_):
+            pass
+
+        def do_POST(self):
+            self.rfile.read(int(self.headers["content-length"]))
+            times.append(time.monotonic())
+            status, headers, body = answers[min(len(times), len(answers)) - 1]
+            body = body if isinstance(body, bytes) else json.dumps(body).encode()
+            self.send_response(status)
+            for name, value in {**headers, "content-length": str(len(body))}.items():
+                self.send_header(name, value)
+            self.end_headers()
+            self.wfile.write(body)
+
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=[0.01], daemon=True).start()
+
+        def model(*given, **options):
+            answers[:], times[:] = given, []
+            url = f"http://127.0.0.1:{server.server_port}/v1"
+            return OpenAIModel("m", base_url=url, **{"retries": 2, "backoff": (0.05, 0.1), **options})
+
+        model.times = times
+        yield model
+        server.shutdown()
+
+
+def said(text="yes", **more):
+    return (200, {}, {"model": "m", "choices": [{"index": 0, "message": {"content": text}}], **more})
+
+
+@pytest.mark.parametrize(
+    "usage",
+    [None, {}, [1], {"prompt_tokens": None}, {"prompt_tokens": -5, "completion_tokens": -5}, {"prompt_tokens": "x"}],
+)
+def test_an_answer_whose_usage_cannot_be_read_is_charged_at_the_estimate(answering, usage):
+    with answering(said(usage=usage)) as model:
+        assert model.chat("hi", Sampling(max_tokens=7)).text == "yes"
+        assert model.budget.spent.requests == len(answering.times) == 1
+        assert model.budget.spent.completion_tokens == 7
+        assert model.budget.spent.prompt_tokens > 0
+
+
+@pytest.mark.parametrize("wait", ["0", "-5", "soon", "nan", "1e400", "Mon, 01 Jan 2001 00:00:00 GMT"])
+def test_a_retry_after_that_says_nothing_leaves_the_usual_pause(answering, wait):
+    with answering((429, {"Retry-After": wait}, {}), said()) as model:
+        assert model.chat("hi").text == "yes"
+        assert answering.times[1] - answering.times[0] >= 0.025
+
+
+def test_no_part_of_the_key_is_in_a_message_cut_short(answering, monkeypatch):
+    monkeypatch.setenv("THE_KEY", "sk-abcdefghijklmnop")
+    for body in (b"x" * 490 + b"sk-abcdefghijklmnop", {"error": {"message": "x" * 490 + "sk-abcdefghijklmnop"}}):
+        with answering((400, {}, body), api_key_env="THE_KEY") as model, pytest.raises(RequestFailed) as caught:
+            model.chat("hi")
+        assert "sk-" not in str(caught.value)
+        assert len(str(caught.value)) < 700
+    with (
+        answering(
+            (200, {}, {"model": "sk-abcdefghijklmnop", "choices": [{"message": {"content": ""}}]}),
+            api_key_env="THE_KEY",
+            require_model="m",
+        ) as model,
+        pytest.raises(RequestFailed, match=r"answered as model '\[THE_KEY\]'"),
+    ):
+        model.chat("hi")
+
+
+def test_a_line_break_at_the_end_of_a_key_is_not_sent(answering, monkeypatch):
+    monkeypatch.setenv("THE_KEY", "sk-abc\n")
+    with answering(said(), api_key_env="THE_KEY") as model:
+        assert model.chat("hi").text == "yes"
+
+
+def test_a_reply_nested_without_end_is_asked_for_again(answering):
+    with answering((200, {}, b"[" * 200_000), said()) as model:
+        assert model.chat("hi").text == "yes"
+
+
+def test_a_lone_surrogate_goes_there_and_back():
+    with Server(echo()) as server, OpenAIModel("echo", base_url=server.base_url, retries=0) as model:
+        assert model.chat("a \ud800 b").text == "a \ud800 b"
+
+
+def test_an_echo_of_nothing_is_no_score(answering):
+    empty = {"tokens": [], "token_logprobs": [], "text_offset": []}
+    reply = (200, {}, {"model": "m", "choices": [{"text": "", "logprobs": empty}]})
+    with answering(reply) as model, pytest.raises(RequestFailed, match="echoed no token"):
+        model.score("a", ["b"])
+
+
+@pytest.mark.parametrize(("asked", "kept"), [(0, ()), (1, (("x", -0.5),)), (2, (("x", -0.5), ("a", -1.0)))])
+def test_no_more_alternatives_are_kept_than_were_asked_for(answering, asked, kept):
+    logprobs = {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"a": -1, "x": -0.5}]}
+    with answering((200, {}, {"model": "m", "choices": [{"text": "a", "logprobs": logprobs}]})) as model:
+        (completion,) = model.complete("q", Sampling(logprobs=asked))
+    assert completion.logprobs[0].top == kept
+
+
+def test_after_a_failed_sample_no_further_one_is_begun_and_no_error_is_left_behind(answering, caplog):
+    with answering((400, {}, {}), concurrency=2) as model:
+        with pytest.raises(RequestFailed) as caught:
+            model.complete("a", Sampling(n=50))
+        assert len(answering.times) <= 4
+        assert "sample 0 of 50" in caught.value.__notes__[0]
+    gc.collect()
+    assert "never retrieved" not in caplog.text
+
+
+def test_money_is_spent_to_the_last(answering):
+    budget = Budget(money=0.3, prices=(1.0, 0.0))
+    usage = {"prompt_tokens": 100_000, "completion_tokens": 0}
+    with answering((200, {}, {"model": "m", "choices": [{"text": "a"}], "usage": usage}), budget=budget) as model:
+        for _ in range(3):
+            model.complete([1] * 100_000, Sampling(max_tokens=1))
+        with pytest.raises(BudgetExceeded):
+            model.complete([1] * 100_000, Sampling(max_tokens=1))
+
+
+def test_processes_that_begin_one_cache_together_all_get_it(tmp_path):
+    script = (
+        "import sys, time; from chapbook_shared.lm.cache import ResponseCache\n"
+        "time.sleep(max(0, float(sys.argv[2]) - time.time()))\n"
+        "for i in range(40): ResponseCache(f'{sys.argv[1]}/{i}.sqlite').put(sys.argv[3], 1)"
+    )
+    begin = str(time.time() + 1.5)
+    command = [sys.executable, "-c", script, str(tmp_path), begin]
+    processes = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE) for i in range(6)]
+    assert [process.communicate()[1] for process in processes] == [b""] * 6
+    assert len(ResponseCache(tmp_path / "39.sqlite")) == 6

@@ -409,7 +409,9 @@ class AsyncModel(_Checked):
         prompt, choices = request
         return await self._score(prompt, choices) if choices else []
 
-    async def _many(self, run: Callable[[_T], Awaitable[_R]], requests: Sequence[_T]) -> list[_R]:
+    async def _many(
+        self, run: Callable[[_T], Awaitable[_R]], requests: Sequence[_T], *, what: str = "request"
+    ) -> list[_R]:
         """Run all. After a failure nothing new is begun, what is under way is waited for, and the failure is raised."""
         answers: list[_R | None] = [None] * len(requests)
         waiting = iter(enumerate(requests))
@@ -430,7 +432,7 @@ class AsyncModel(_Checked):
         if failures:
             index, error = min(failures, key=lambda failure: failure[0])
             done = sum(answer is not None for answer in answers)
-            error.add_note(f"at request {index} of {len(requests)} (counted from 0), with {done} answered")
+            error.add_note(f"at {what} {index} of {len(requests)} (counted from 0), with {done} answered")
             if isinstance(error, LanguageModelError):
                 error.index, error.partial = index, answers
             raise error

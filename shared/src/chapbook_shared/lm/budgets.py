@@ -157,7 +157,8 @@ class Budget:
         if self.tokens is not None and self._spent.tokens + worst.prompt_tokens + worst.completion_tokens > self.tokens:
             need = estimate.prompt_tokens + estimate.completion_tokens
             return f"the next request may take {need} tokens, which the budget of {self.tokens} tokens does not hold"
-        if self.money is not None and self._spent.money + self.price(worst) > self.money:
+        # Ten payments of 0.1 are a little more than 1 in floating point.
+        if self.money is not None and self._spent.money + self.price(worst) > self.money * (1 + 1e-9):
             return f"the next request may cost {self.price(estimate):.6g}, beyond the budget of {self.money:.6g}"
         return ""
 

@@ -98,7 +98,7 @@ class ResponseCache:
         # isolation_level=None: each statement is its own transaction
         connection = sqlite3.connect(self.path, timeout=60, isolation_level=None, check_same_thread=False)
         try:
-            connection.execute("PRAGMA journal_mode = WAL")
+            _begin_wal(connection)
             connection.execute("PRAGMA synchronous = NORMAL")
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             if version not in (0, _FORMAT):
@@ -118,6 +118,19 @@ class ResponseCache:
             raise
         self._connection, self._pid = connection, os.getpid()
         return connection
+
+
+def _begin_wal(connection: sqlite3.Connection) -> None:
+    """Several processes that begin one file at the same time: SQLite refuses the change at once, whatever its timeout."""
+    deadline = time.monotonic() + 60
+    while True:
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return
+        except sqlite3.OperationalError as error:
+            if "locked" not in str(error) or time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
 
 
 def completion_to_json(completion: Completion) -> dict[str, Any]:

@@ -217,17 +217,12 @@ class OpenAIModel(AsyncModel):
                 body["logprobs"] = max(sampling.logprobs, self._fewest_logprobs)
             return self._ask("completions", body, sampling, _estimated_tokens(prompt), n)
 
+        async def sample(index: int) -> Completion:
+            return (await ask(sample_seed(sampling.seed, index), 1))[0]
+
         if self._together or sampling.n == 1:
             return await ask(sampling.seed, sampling.n)
-        # All are begun in order, and all are waited for: a failure does not waste what its neighbours have paid for.
-        samples = [asyncio.ensure_future(ask(sample_seed(sampling.seed, i), 1)) for i in range(sampling.n)]
-        try:
-            await asyncio.wait(samples)
-        except asyncio.CancelledError:
-            for sample in samples:
-                sample.cancel()
-            raise
-        return [sample.result()[0] for sample in samples]
+        return await self._many(sample, range(sampling.n), what="sample")
 
     async def _score(self, prompt: Prompt, choices: tuple[Prompt, ...]) -> list[Score]:
         echoes = await self._echo([prompt + choice for choice in choices])  # type: ignore[operator]
@@ -360,7 +355,10 @@ class OpenAIModel(AsyncModel):
     ) -> _R:
         """Ask until there is an answer that can be read, the tries are used up, or trying is hopeless."""
         headers = {"Content-Type": "application/json", "Idempotency-Key": uuid.uuid4().hex}
-        payload = json.dumps(body, ensure_ascii=False).encode()
+        try:
+            payload = json.dumps(body, ensure_ascii=False).encode()
+        except UnicodeEncodeError:  # a lone surrogate, which a reply may hold and a prompt then repeat
+            payload = json.dumps(body).encode()
         async with self.budget.bill(estimate) as bill:
             for attempt in range(self.retries + 1):
                 await self._wait_until_open()
@@ -386,7 +384,7 @@ class OpenAIModel(AsyncModel):
         raise AssertionError("unreachable")
 
     async def _pause(self, attempt: int, asked: float | None) -> None:
-        if asked is not None:
+        if asked:  # "0" says nothing about how long: the usual pause
             self._closed_until = max(self._closed_until, time.monotonic() + asked)
             await self._wait_until_open()
             await asyncio.sleep(random.uniform(0, min(0.1 * asked, 1.0)))  # not all in the same instant
@@ -420,13 +418,13 @@ class OpenAIModel(AsyncModel):
             self._refused(response.status, response.headers, raw)
         try:
             return json.loads(raw)
-        except ValueError:
-            raise _TryAgain(self._redact(f"the reply is not JSON: {_excerpt(raw)}"), lost=True) from None
+        except (ValueError, RecursionError):
+            raise _TryAgain(f"the reply is not JSON: {self._excerpt(raw)}", lost=True) from None
 
     def _refused(self, status: int, headers: Mapping[str, str], raw: bytes) -> None:
         """Raise what a status other than 200 means."""
         message, code = _error_of(raw)
-        reason = self._redact(f"HTTP {status}: {message}")
+        reason = f"HTTP {status}: {self._excerpt(raw) if message is None else _shortened(self._redact(message))}"
         hopeless = code in _HOPELESS_CODES or headers.get("x-should-retry") == "false"
         if (status in _RETRIED_STATUSES or status >= 500) and not hopeless:
             raise _TryAgain(reason, status=status, wait=_retry_after(headers))
@@ -439,14 +437,14 @@ class OpenAIModel(AsyncModel):
             bill.settle(_usage(reply))
             raise
         except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-            excerpt = _excerpt(json.dumps(reply).encode())
-            raise _TryAgain(
-                self._redact(f"the reply cannot be read ({type(error).__name__}: {error}): {excerpt}"), lost=True
-            ) from None
+            excerpt = self._excerpt(json.dumps(reply).encode())
+            problem = self._redact(f"{type(error).__name__}: {error}")
+            raise _TryAgain(f"the reply cannot be read ({problem}): {excerpt}", lost=True) from None
         bill.settle(_usage(reply))
         served = reply.get("model")
-        if self._required is not None and served not in self._required:
-            raise RequestFailed(f"{self.base_url} answered as model {served!r}, not as {sorted(self._required)}")
+        if self._required is not None and not (isinstance(served, str) and served in self._required):
+            name = _shortened(self._redact(repr(served)))
+            raise RequestFailed(f"{self.base_url} answered as model {name}, not as {sorted(self._required)}")
         return answer
 
     # The connection
@@ -466,7 +464,8 @@ class OpenAIModel(AsyncModel):
         return self._connection
 
     def _secret(self) -> str:
-        return os.environ.get(self._api_key_env, "") if self._api_key_env else ""
+        # Read from a file, a key easily ends in a line break, which no header may hold.
+        return os.environ.get(self._api_key_env, "").strip() if self._api_key_env else ""
 
     def _authorization(self) -> dict[str, str]:
         secret = self._secret()
@@ -479,6 +478,10 @@ class OpenAIModel(AsyncModel):
     def _redact(self, text: str) -> str:
         secret = self._secret()
         return text.replace(secret, f"[{self._api_key_env}]") if secret else text
+
+    def _excerpt(self, raw: bytes) -> str:
+        # Redacted first: an excerpt could end within the key.
+        return repr(_shortened(self._redact(raw.decode("utf-8", "replace"))))
 
 
 _Echo = tuple[list[str], list[float | None], list[int]]
@@ -523,7 +526,7 @@ def _message(message: Message) -> dict[str, Any]:
 def _estimated_tokens(*prompts: Prompt) -> int:
     """An estimate on the high side; UTF-8 bytes, since scripts without Latin letters take more tokens a character."""
     return sum(
-        8 + len(prompt.encode()) // _CHARACTERS_PER_TOKEN if isinstance(prompt, str) else len(prompt)
+        8 + len(prompt.encode("utf-8", "replace")) // _CHARACTERS_PER_TOKEN if isinstance(prompt, str) else len(prompt)
         for prompt in prompts
     )
 
@@ -536,10 +539,14 @@ def _choices(reply: Mapping[str, Any], count: int) -> list[Mapping[str, Any]]:
 
 
 def _usage(reply: Mapping[str, Any]) -> Usage | None:
+    """What the server says the request took; None where it does not say it in numbers, which is no reason to ask again."""
     usage = reply.get("usage")
-    if not usage:
+    if not isinstance(usage, Mapping):
         return None
-    return Usage(int(usage["prompt_tokens"]), int(usage.get("completion_tokens") or 0))
+    prompt, completion = usage.get("prompt_tokens"), usage.get("completion_tokens") or 0
+    if not all(isinstance(count, int | float) and 0 <= count < math.inf for count in (prompt, completion)):
+        return None
+    return Usage(int(prompt), int(completion))  # type: ignore[arg-type]  # checked above
 
 
 def _completion(
@@ -589,9 +596,15 @@ def _logprobs(value: Mapping[str, Any] | None, alternatives: int) -> tuple[Token
         return None
     tops = value.get("top_logprobs") or [None] * len(value["tokens"])
     return tuple(
-        TokenLogprob(token, float(logprob), None, tuple((t, float(p)) for t, p in (top or {}).items()))
+        TokenLogprob(token, float(logprob), None, _likeliest(top or {}, alternatives))
         for token, logprob, top in zip(value["tokens"], value["token_logprobs"], tops, strict=True)
     )
+
+
+def _likeliest(top: Mapping[str, Any], count: int) -> tuple[tuple[str, float], ...]:
+    """Servers add the sampled token to the alternatives asked for, in no fixed place."""
+    ranked = sorted(((token, float(logprob)) for token, logprob in top.items()), key=lambda pair: -pair[1])
+    return tuple(ranked[:count])
 
 
 def _echo_of(choice: Mapping[str, Any]) -> _Echo:
@@ -607,6 +620,8 @@ def _echo_of(choice: Mapping[str, Any]) -> _Echo:
 
 def _score_of(name: str, prompt: Prompt, choice: Prompt, echo: _Echo) -> Score:
     tokens, logprobs, offsets = echo
+    if not tokens:
+        raise RequestFailed(f"{name} echoed no token of the text it was to score")
     if isinstance(prompt, str):
         border = len(prompt)
         ends = [*offsets[1:], border + len(choice)]
@@ -635,28 +650,28 @@ def _retry_after(headers: Mapping[str, str]) -> float | None:
         return max(0.0, seconds) if math.isfinite(seconds) else None
     try:
         until = parsedate_to_datetime(headers["retry-after"]).timestamp()
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         return None
     try:
         now = parsedate_to_datetime(headers["date"]).timestamp()
-    except (KeyError, ValueError):
+    except (KeyError, ValueError, OverflowError):
         now = time.time()
     return max(0.0, until - now)
 
 
-def _error_of(raw: bytes) -> tuple[str, str | None]:
-    """Message and code of an error reply."""
+def _error_of(raw: bytes) -> tuple[str | None, str | None]:
+    """Message and code of an error reply, where it has them."""
     try:
         error = json.loads(raw)
         error = error.get("error", error)
         if isinstance(error, str):
             return error, None
         code = error.get("code")
-        return str(error.get("message") or _excerpt(raw)), None if code is None else str(code)
-    except (ValueError, AttributeError):
-        return _excerpt(raw), None
+        message = error.get("message")
+        return None if not message else str(message), None if code is None else str(code)
+    except (ValueError, AttributeError, RecursionError):
+        return None, None
 
 
-def _excerpt(raw: bytes) -> str:
-    text = raw[:500].decode("utf-8", "replace")
-    return repr(text if len(raw) <= 500 else text + "...")
+def _shortened(text: str) -> str:
+    return text if len(text) <= 500 else text[:500] + "..."

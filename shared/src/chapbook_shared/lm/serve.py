@@ -341,7 +341,7 @@ class Server:
             return self._abort(request)
         if body.get("stream"):
             return await self._stream(request, body, payload, chat, fault)
-        text = json.dumps(payload, ensure_ascii=False, allow_nan=False)
+        text = _json(payload)
         if fault.kind == "malformed":
             text = text[: len(text) // 2]
         if fault.kind != "cut":
@@ -531,11 +531,12 @@ class Server:
     async def _stream(
         self, request: Any, body: Mapping[str, Any], payload: dict[str, Any], chat: bool, fault: Fault
     ) -> Any:
+        options = body.get("stream_options")
+        with_usage = isinstance(options, dict) and bool(options.get("include_usage"))
         response = self._web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
         await response.prepare(request)
-        with_usage = bool((body.get("stream_options") or {}).get("include_usage"))
         chunks = list(_chunks(payload, chat, with_usage))
-        events = [f"data: {json.dumps(chunk, ensure_ascii=False, allow_nan=False)}\n\n" for chunk in chunks]
+        events = [f"data: {_json(chunk)}\n\n" for chunk in chunks]
         if fault.kind == "malformed":
             events[len(events) // 2] = 'data: {"id": \n\n'
         if fault.kind == "cut":
@@ -702,6 +703,15 @@ def _schema(value: Any) -> Mapping[str, Any] | None:
 
 
 # Replies
+
+
+def _json(value: Any) -> str:
+    text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # a lone surrogate has no UTF-8 form, but a JSON escape
+        return json.dumps(value, allow_nan=False)
+    return text
 
 
 def _finite(logprob: float) -> float | None:
