@@ -83,7 +83,7 @@ class OpenAIEmbedder:
         retries: int = 5,
     ) -> None:
         check_int("batch_size", batch_size, minimum=1)
-        library: Any = import_extra("openai", "chapbook-shared[openai]")
+        library: Any = import_extra("openai", "chapbook-shared[embed]")
         key = os.environ.get("OPENAI_API_KEY")
         if key is None and base_url is None:
             raise ValueError(

@@ -21,7 +21,6 @@ import torch
 from jaxtyping import Bool, Float, Int64, Shaped
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.modules.loss import _Loss
 
 from chapbook_shared.validate import (
     check_choice,
@@ -144,7 +143,7 @@ def aggregate(
     return mean.clamp_min(torch.finfo(q.dtype).tiny).sqrt() if how == "rms" else mean
 
 
-class TopographLoss(_Loss):
+class TopographLoss(torch.nn.Module):
     """The topological term: per critical region the mean score of the wrongly predicted class, summed over regions.
 
     Args:
@@ -193,7 +192,7 @@ class TopographLoss(_Loss):
         workers: int = 0,
         generator: torch.Generator | None = None,
     ) -> None:
-        super().__init__(reduction=reduction)
+        super().__init__()
         if sigmoid + softmax + (other_act is not None) > 1:
             raise ValueError("Incompatible values: more than 1 of [sigmoid=True, softmax=True, other_act is not None].")
         check_choice("aggregation", aggregation, AGGREGATIONS)
@@ -205,6 +204,7 @@ class TopographLoss(_Loss):
         check_fraction("threshold", threshold)
         check_nonnegative("noise_scale", noise_scale)
         check_int("workers", workers, minimum=0)
+        self.reduction = reduction
         self.include_background = include_background
         self.to_onehot_y = to_onehot_y
         self.sigmoid, self.softmax, self.other_act = sigmoid, softmax, other_act
