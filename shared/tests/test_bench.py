@@ -3,9 +3,10 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
 
-from chapbook_shared.bench import Comparison, compare
+from chapbook_shared.bench import Comparison, compare, main
 
 SCRIPT = '''
 """Two rows."""
@@ -54,3 +55,19 @@ def test_a_script_prints_a_table_or_json_lines(tmp_path, flags):
     else:
         assert "fast" in out
         assert "<= 4 MB" in out
+
+
+def test_whether_a_goal_is_met_can_be_written_as_json():
+    met = Comparison("w", np.float64(1), np.float64(2), "p", np.float64(2), 1.5).met
+    assert json.dumps(met) == "true"
+
+
+def test_names_are_printed_as_they_are(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["bench"])
+    main(lambda: [Comparison("[/b] batch [n] a:b:c", 1.0)])
+    assert "[/b] batch [n] a:b:c" in capsys.readouterr().out
+
+
+def test_no_repeats_measure_nothing():
+    with pytest.raises(ValueError, match="repeats must be >= 1"):
+        compare("w", lambda: None, repeats=0)

@@ -1,8 +1,10 @@
+import inspect
 import json
 import math
 import os
 import random
 import signal
+import sqlite3
 import subprocess
 import sys
 import threading
@@ -15,6 +17,9 @@ from hypothesis import strategies as st
 from chapbook_shared.jobs import SettingsMismatchError, Store, StoreLockedError, atomic_write
 
 SETTINGS = {"model": "m", "temperature": 0.5}
+
+
+put_many = inspect.unwrap(Store.put_many)  # as users have it, without the checks of types that our tests run under
 
 
 @pytest.fixture
@@ -106,7 +111,7 @@ def test_settings_with_nan_equal_themselves_and_types_differ(path):
 @pytest.mark.parametrize("key", ["", "a\x00b", "\ud800", 3])
 def test_bad_keys_are_refused(path, key):
     with Store(path) as store, pytest.raises(ValueError, match="key must be a non-empty"):
-        store.put(key, {})
+        put_many(store, [(key, {})])
 
 
 @pytest.mark.parametrize(
@@ -120,7 +125,7 @@ def test_bad_keys_are_refused(path, key):
 )
 def test_records_that_json_would_change_or_refuse_are_refused(path, record, message):
     with Store(path) as store, pytest.raises(TypeError, match=message):
-        store.put("k", record)
+        put_many(store, [("k", record)])
 
 
 def test_files_of_other_kinds_are_refused(tmp_path):
@@ -275,7 +280,8 @@ def kill_until_done(path, *, total, block, longest, seed):
     while True:
         command = [sys.executable, "-c", WORKER, str(path), str(total), str(block)]
         with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as worker:
-            timer = threading.Timer(moments.uniform(0.0, longest), worker.send_signal, [signal.SIGKILL])
+            after = moments.uniform(0.0, longest * (1 + kills / 50))  # longer in time: a busy machine gets there too
+            timer = threading.Timer(after, worker.send_signal, [signal.SIGKILL])
             timer.start()
             lines = worker.stdout.read().split("\n")
             worker.wait()
@@ -323,3 +329,94 @@ def test_a_hundred_thousand_records_in_blocks(path):
         assert store.get("57/123") == {"i": 123, "text": "small"}
         found = time.perf_counter() - start
     print(f"written in {written:.2f} s, one found in {found * 1e3:.3f} ms")
+
+
+def test_a_key_that_cannot_be_stored_is_simply_not_there(path):
+    with Store(path) as store:
+        store.put("a", {})
+        assert "\ud800" not in store
+        assert store.missing(["a", "\ud800"]) == ["\ud800"]
+        assert store.keys("\ud800") == []
+        with pytest.raises(KeyError):
+            store.get("\ud800")
+
+
+def test_a_full_disk_is_named_and_stops_nothing_else(path):
+    with Store(path) as store:
+        store.put("a", {})
+        pages = store._db.execute("PRAGMA page_count").fetchone()[0]
+        store._db.execute(f"PRAGMA max_page_count = {pages + 1}")
+        with pytest.raises(sqlite3.OperationalError, match="full"):
+            store.put("big", {"x": "y" * 100_000})
+        store.put("b", {})
+        assert store.keys() == ["a", "b"]
+
+
+def test_a_large_block_with_a_key_twice_is_refused_at_once(path):
+    with Store(path) as store:
+        start = time.perf_counter()
+        with pytest.raises(KeyError, match="twice"):
+            store.put_many([(str(i), {}) for i in range(20_000)] + [("7", {})])
+        assert time.perf_counter() - start < 5
+        assert len(store) == 0
+
+
+def test_a_link_to_the_store_does_not_let_a_second_writer_in(path):
+    link = path.with_name("link.sqlite")
+    link.symlink_to(path)
+    with Store(path), pytest.raises(StoreLockedError):
+        Store(link)
+
+
+def test_a_change_of_folder_loses_no_store(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    for name in ("run.sqlite", ":memory:"):
+        with Store(name) as store:
+            store.put("a", {"x": 1})
+            monkeypatch.chdir(tmp_path / "elsewhere")
+            assert list(store.items()) == [("a", {"x": 1})]
+            monkeypatch.chdir(tmp_path)
+        assert (tmp_path / name).stat().st_size > 0
+
+
+def test_a_forked_child_cannot_write_through_the_connection_of_its_parent(path):
+    with Store(path) as store:
+        child = os.fork()
+        if child == 0:
+            try:
+                store.put("a", {})
+                os._exit(0)
+            except StoreLockedError:
+                os._exit(7)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def test_what_cannot_be_opened_says_so(tmp_path):
+    (tmp_path / "empty.sqlite").touch()
+    with pytest.raises(ValueError, match="not a record store"):
+        Store(tmp_path / "empty.sqlite", read_only=True)
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(OSError, match="folder cannot be opened"):
+        Store(tmp_path / "folder")
+    endless: dict[str, object] = {}
+    endless["x"] = endless
+    with Store(tmp_path / "run.sqlite") as store, pytest.raises(TypeError, match="record of 'a'"):
+        store.put("a", endless)
+
+
+def test_a_store_in_a_folder_that_cannot_be_written_can_be_read(path):
+    with Store(path) as store:
+        store.put("a", {"x": 1})
+    script = (
+        "import os, sys; from chapbook_shared.jobs import Store\n"
+        "os.chmod(sys.argv[1], 0o555); os.chmod(os.path.dirname(sys.argv[1]), 0o555)\n"
+        "os.getuid() or os.setuid(65534)\n"
+        "print(Store(sys.argv[1], read_only=True).get('a'))"
+    )
+    for folder in path.parents[: len(path.parents) - 2]:
+        if folder.stat().st_uid == os.getuid():
+            folder.chmod(folder.stat().st_mode | 0o011)
+    done = subprocess.run([sys.executable, "-c", script, path], capture_output=True, text=True)
+    path.parent.chmod(0o755)
+    assert done.stdout == "{'x': 1}\n", done.stderr

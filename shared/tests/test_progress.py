@@ -28,3 +28,9 @@ def test_an_error_inside_a_task_passes_through():
         1 / 0  # noqa: B018
     with progress.task("again", total=1) as task:
         task.advance()
+
+
+def test_a_description_is_no_markup(capsys):
+    with Progress(enabled=True).task("[/x] [red]y"):
+        pass
+    assert "[/x] [red]y" in capsys.readouterr().err

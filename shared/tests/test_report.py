@@ -1,3 +1,5 @@
+import inspect
+import io
 import json
 import math
 from html.parser import HTMLParser
@@ -94,6 +96,39 @@ def test_the_page_is_self_contained_and_escapes(report, tmp_path):
 def test_a_page_of_many_shows_the_summary_and_the_crashes(report):
     page = Page(render_html([report, Crash("other-method", "Traceback <here>")], title="shelf"))
     assert "1 claims hold, 1 fail, 1 not shown at this scale" in page.text
-    assert "1 demos crashed" in page.text
+    assert "1 demo crashed" in page.text
     assert "Traceback <here>" in page.text
     assert "#some-loss" in page.loads
+
+
+@pytest.mark.parametrize("holds", [math.nan, None, 1, "no"])
+def test_only_a_truth_value_can_hold(report, holds):
+    claim = inspect.unwrap(Report.claim)  # as users have it, without the checks of types that our tests run under
+    with pytest.raises(TypeError, match="holds must be True or False"):
+        claim(report, "c", expected="e", measured="m", holds=holds)
+    assert claim(report, "c", expected="e", measured="m", holds=np.float64(2) > 1).status == "holds"
+    with pytest.raises(TypeError, match="measured must be text"):
+        claim(report, "c", expected="e", measured=0.3, holds=True)
+
+
+def test_rows_may_come_from_a_generator(report):
+    assert report.table("t", ["a"], ([i] for i in range(3))).rows == ((0,), (1,), (2,))
+
+
+def test_a_seed_of_numpy_can_be_written(tmp_path):
+    report = Report("p", method="m", baseline="b", seed=0)
+    inspect.unwrap(Report.__init__)(report, "p", method="m", baseline="b", seed=np.int64(3))
+    report.to_json(tmp_path / "r.json")
+    assert Report.from_json(tmp_path / "r.json").seed == 3
+
+
+def test_text_is_printed_as_it_is():
+    report = Report("p", method="a:b:c", baseline="[/x]", seed=0)
+    report.claim("d:x:e", expected="[bold]f\\", measured=":warning:", holds=True)
+    report.table("[/t]", ["g:m:h"], [["i:o:j"]])
+    report.note("k:v:l [/]")
+    console = Console(record=True, width=100, file=io.StringIO())
+    report.print(console)
+    shown = console.export_text()
+    for text in ("a:b:c", "[/x]", "d:x:e", "[bold]f\\", ":warning:", "[/t]", "g:m:h", "i:o:j", "k:v:l [/]"):
+        assert text in shown

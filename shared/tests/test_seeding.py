@@ -1,3 +1,4 @@
+import inspect
 import random
 
 import numpy as np
@@ -26,3 +27,8 @@ def test_every_generator_is_seeded(seed):
         return random.random(), np.random.rand(), torch.rand(()).item()  # noqa: NPY002
 
     assert draws() == draws()
+
+
+def test_derived_seeds_do_not_depend_on_the_type_of_a_number_or_text():
+    derive = inspect.unwrap(derive_seed)  # as users have it, without the checks of types that our tests run under
+    assert derive(np.int64(0), np.str_("train"), np.int64(3)) == derive_seed(0, "train", 3)

@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from .validate import check_int
+
 
 @dataclass(frozen=True)
 class Comparison:
@@ -43,7 +45,7 @@ class Comparison:
         """Whether the goal is reached; None if there is none."""
         if self.goal is None:
             return None
-        return self.ours <= self.goal if self.ratio is None else self.ratio >= self.goal
+        return bool(self.ours <= self.goal if self.ratio is None else self.ratio >= self.goal)
 
 
 def compare(
@@ -60,6 +62,8 @@ def compare(
 
     Without a peer `goal` is the most milliseconds allowed.
     """
+    check_int("repeats", repeats, minimum=1)
+    check_int("warmup", warmup, minimum=0)
     ours_ms: list[float] = []
     peer_ms: list[float] = []
     for round_ in range(warmup + repeats):
@@ -107,6 +111,7 @@ def _milliseconds(call: Callable[[], Any]) -> float:
 def _print_table(rows: Iterable[Comparison]) -> None:
     from rich.console import Console
     from rich.table import Table
+    from rich.text import Text
 
     table = Table("workload", "ours", "peer", "ratio", "goal", "met")
     for row in rows:
@@ -114,5 +119,5 @@ def _print_table(rows: Iterable[Comparison]) -> None:
         ratio = "" if row.ratio is None else f"{row.ratio:.2f}"
         goal = "" if row.goal is None else f"<= {row.goal:g} {row.unit}" if row.ratio is None else f">= {row.goal:g}"
         met = {None: "", True: "yes", False: "no"}[row.met]
-        table.add_row(row.workload, f"{row.ours:.4g} {row.unit}", peer, ratio, goal, met)
+        table.add_row(*map(Text, (row.workload, f"{row.ours:.4g} {row.unit}", peer, ratio, goal, met)))
     Console().print(table)

@@ -16,6 +16,7 @@ import os
 import secrets
 import sqlite3
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -53,16 +54,20 @@ class Store:
 
     `settings` are whatever fixes the meaning of a record (JSON values; never secrets, they are stored). A resume with other settings
     raises `SettingsMismatchError`; `settings=None` accepts whatever is there. `read_only=True` opens an existing store without taking the
-    writer's place. Methods may be called from several threads.
+    writer's place. Methods may be called from several threads; a forked child opens a store of its own.
     """
 
     def __init__(self, path: str | Path, *, settings: Mapping[str, Any] | None = None, read_only: bool = False):
         self.path = Path(path)
+        self._file = (
+            self.path.resolve()
+        )  # one lock for one file, whatever links lead there; and `chdir` changes nothing
+        self._pid = os.getpid()
         self.read_only = read_only
         if read_only and not self.path.exists():
             raise FileNotFoundError(f"no store at {self.path}")
         self._guard = threading.RLock()
-        self._writer = None if read_only else _become_writer(self.path)
+        self._writer = None if read_only else _become_writer(self.path, self._file)
         try:
             self._db = self._open()
             self._settings = self._settle(settings)
@@ -81,6 +86,8 @@ class Store:
         """Store a block of records in one transaction: all of them or none."""
         if self.read_only:
             raise PermissionError(f"{self.path} was opened with read_only=True")
+        if self._pid != os.getpid():  # an SQLite connection does not survive a fork, and the lock is the parent's
+            raise StoreLockedError(f"{self.path} was opened before a fork: put records from the process that opened it")
         rows = [(_checked_key(key), _encode(key, record)) for key, record in records]
         insert = "INSERT INTO records (key, record) VALUES (?, ?)"
         if replace:
@@ -90,7 +97,7 @@ class Store:
                 db.executemany(insert, rows)
             except sqlite3.IntegrityError:
                 there = self._known(key for key, _ in rows)
-                twice = sorted(there) or sorted({key for key, _ in rows if sum(key == other for other, _ in rows) > 1})
+                twice = sorted(there) or sorted(k for k, count in Counter(key for key, _ in rows).items() if count > 1)
                 raise KeyError(
                     f"already stored, or twice in one block: {', '.join(twice[:5])}; pass replace=True to overwrite"
                 ) from None
@@ -98,14 +105,13 @@ class Store:
     def get(self, key: str) -> Record:
         """The record of `key`; KeyError if there is none."""
         with self._guard:
-            row = self._db.execute("SELECT record FROM records WHERE key = ?", (key,)).fetchone()
-        if row is None:
+            row = _has_utf8(key) and self._db.execute("SELECT record FROM records WHERE key = ?", (key,)).fetchone()
+        if not row:
             raise KeyError(key)
         return _decode(row[0])
 
     def __contains__(self, key: str) -> bool:
-        with self._guard:
-            return self._db.execute("SELECT 1 FROM records WHERE key = ?", (key,)).fetchone() is not None
+        return not self.missing([key])
 
     def __len__(self) -> int:
         with self._guard:
@@ -195,7 +201,7 @@ class Store:
     def _open(self) -> sqlite3.Connection:
         if self.read_only:
             return self._reader()
-        db = sqlite3.connect(self.path, isolation_level=None, check_same_thread=False)
+        db = _connect(self._file.as_uri(), self.path)
         try:
             _check_format(db, self.path)
             # Readers go on while the writer writes, and a record is on the disk itself before `put` returns.
@@ -207,10 +213,10 @@ class Store:
         return db
 
     def _reader(self) -> sqlite3.Connection:
-        # as_uri escapes what is special in a URI; mode=ro never creates a file.
-        db = sqlite3.connect(
-            f"{self.path.resolve().as_uri()}?mode=ro", uri=True, isolation_level=None, check_same_thread=False
-        )
+        # mode=ro never creates a file, but WAL needs one next to the store: where none can be made, and none is there (so there is
+        # no writer either), the store is read as it lies.
+        lies = not os.access(self._file.parent, os.W_OK) and not Path(f"{self._file}-wal").exists()
+        db = _connect(f"{self._file.as_uri()}?mode=ro{'&immutable=1' if lies else ''}", self.path)
         try:
             _check_format(db, self.path)
         except BaseException:
@@ -232,7 +238,10 @@ class Store:
                 )
                 if db.execute("SELECT 1 FROM settings").fetchone() is None:
                     db.execute("INSERT INTO settings VALUES (?)", (json.dumps(given or {}),))
-        stored = _decode(self._db.execute("SELECT settings FROM settings").fetchone()[0])
+        try:
+            stored = _decode(self._db.execute("SELECT settings FROM settings").fetchone()[0])
+        except (sqlite3.OperationalError, TypeError):
+            raise ValueError(f"{self.path} is not a record store, or one that has only just been begun") from None
         if given is not None:
             names = dict.fromkeys([*stored, *given])
             differing = {
@@ -248,16 +257,17 @@ class Store:
 
     @contextmanager
     def _transaction(self) -> Iterator[sqlite3.Connection]:
-        self._db.execute("BEGIN IMMEDIATE")
         try:
+            self._db.execute("BEGIN IMMEDIATE")
             yield self._db
+            self._db.execute("COMMIT")
         except BaseException:
-            self._db.execute("ROLLBACK")
+            if self._db.in_transaction:  # on a full disk SQLite has rolled back by itself
+                self._db.execute("ROLLBACK")
             raise
-        self._db.execute("COMMIT")
 
     def _known(self, keys: Iterable[str]) -> set[str]:
-        wanted = list(keys)
+        wanted = [key for key in keys if not isinstance(key, str) or _has_utf8(key)]
         known: set[str] = set()
         for start in range(0, len(wanted), _KEYS_A_QUERY):
             block = wanted[start : start + _KEYS_A_QUERY]
@@ -267,6 +277,8 @@ class Store:
 
     def _select(self, columns: str, prefix: str, db: sqlite3.Connection | None = None) -> sqlite3.Cursor:
         query = f"SELECT {columns} FROM records WHERE substr(key, 1, ?) = ? ORDER BY seq"
+        if not _has_utf8(prefix):  # no key has a lone surrogate; a prefix of the same length that no key has either
+            prefix = "\x00"
         return (db or self._db).execute(query, (len(prefix), prefix))
 
 
@@ -293,10 +305,17 @@ def atomic_write(path: str | Path, *, binary: bool = False) -> Iterator[IO[Any]]
     _sync_directory(path.parent)
 
 
-def _become_writer(path: Path) -> FileLock:
+def _connect(uri: str, path: Path) -> sqlite3.Connection:
+    try:
+        return sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
+    except sqlite3.OperationalError as error:
+        raise OSError(f"{path} cannot be opened: {error}") from error
+
+
+def _become_writer(path: Path, file: Path) -> FileLock:
     from filelock import FileLock, Timeout
 
-    lock = FileLock(f"{path}.lock")
+    lock = FileLock(f"{file}.lock")
     try:
         lock.acquire(blocking=False)
     except Timeout:
@@ -311,6 +330,8 @@ def _check_format(db: sqlite3.Connection, path: Path) -> None:
         (tables,) = db.execute("SELECT count(*) FROM sqlite_master").fetchone()
         (application,) = db.execute("PRAGMA application_id").fetchone()
         (version,) = db.execute("PRAGMA user_version").fetchone()
+    except sqlite3.OperationalError as error:
+        raise OSError(f"{path} cannot be read: {error}") from error
     except sqlite3.DatabaseError as error:
         raise ValueError(f"{path} is not a record store: {error}") from error
     if tables and application != _APPLICATION_ID:
@@ -321,16 +342,21 @@ def _check_format(db: sqlite3.Connection, path: Path) -> None:
         )
 
 
-def _checked_key(key: str) -> str:
+def _checked_key(key: Any) -> str:
     if not isinstance(key, str) or not key or not _has_utf8(key) or "\x00" in key:
         raise ValueError(f"key must be a non-empty Unicode string without NUL or lone surrogates, got {key!r}")
     return key
 
 
-def _encode(key: str, record: Mapping[str, Any]) -> str:
+def _encode(key: str, record: Any) -> str:
     if not isinstance(record, Mapping):
         raise TypeError(f"record of {key!r} must be a mapping of names to JSON values, got {type(record).__name__}")
-    _check_names(record, f"record of {key!r}")
+    try:
+        _check_names(record, f"record of {key!r}")
+    except RecursionError:
+        raise TypeError(
+            f"record of {key!r} must hold JSON values only: it is nested too deep, or holds itself"
+        ) from None
     try:
         return json.dumps(dict(record))
     except (TypeError, ValueError, RecursionError) as error:
@@ -376,7 +402,7 @@ def _arrow_column(pa: Any, values: list[Any]) -> tuple[Any, bool]:
     if kinds == {list} and len({type(item) for value in values if value for item in value}) <= 1:
         try:
             column = pa.array(values)
-            if column.to_pylist() == values:
+            if repr(column.to_pylist()) == repr(values):  # == would let integers pass as floats
                 return column, False
         except (pa.ArrowInvalid, pa.ArrowTypeError, OverflowError, UnicodeEncodeError):
             pass

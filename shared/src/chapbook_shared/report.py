@@ -10,7 +10,7 @@ import base64
 import io
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -62,7 +62,7 @@ class Report:
     """
 
     def __init__(self, package: str, *, method: str, baseline: str, seed: int):
-        self.package, self.method, self.baseline, self.seed = package, method, baseline, seed
+        self.package, self.method, self.baseline, self.seed = package, method, baseline, int(seed)
         self.claims: list[Claim] = []
         self.tables: list[Table] = []
         self.figures: list[Figure] = []
@@ -74,13 +74,18 @@ class Report:
         `expected` is what the paper says or the mathematics demands, `measured` what this run gave, both in words and numbers.
         `within_scale=False` declares, before any result is known, that a run of this size need not show the claim.
         """
+        for name, text in (("claim", claim), ("expected", expected), ("measured", measured)):
+            if not isinstance(text, str):
+                raise TypeError(f"{name} must be text, words and numbers, got {text!r}")
+        holds = _truth("holds", holds)
         status: Status = "holds" if holds else "fails" if within_scale else "not shown at this scale"
         made = Claim(claim, expected, measured, status)
         self.claims.append(made)
         return made
 
-    def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[Cell]]) -> Table:
-        """Record a table; every row has one cell a column."""
+    def table(self, title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]) -> Table:
+        """Record a table; every row has one cell a column: text, a number (NumPy's and torch's too), a truth value or None."""
+        columns, rows = list(columns), [list(row) for row in rows]
         for row in rows:
             if len(row) != len(columns):
                 raise ValueError(f"table {title!r} has {len(columns)} columns, but a row has {len(row)} cells: {row!r}")
@@ -151,25 +156,25 @@ class Report:
     def print(self, console: Console | None = None) -> None:
         """Show claims, tables and notes on a terminal (stdout unless another console is given)."""
         from rich.console import Console
-        from rich.markup import escape
         from rich.table import Table as Grid
+        from rich.text import Text  # taken as it is: no markup, no names of emoji
 
         console = console or Console()
-        console.print(
-            f"[bold]{escape(self.package)}[/]  {escape(self.method)} against {escape(self.baseline)}, seed {self.seed}"
-        )
+        console.print(Text(self.package, "bold"), Text(f" {self.method} against {self.baseline}, seed {self.seed}"))
         grid = Grid("claim", "expected", "measured", "status")
         for claim in self.claims:
-            cells = (escape(text) for text in (claim.claim, claim.expected, claim.measured))
-            grid.add_row(*cells, f"[{_STYLES[claim.status]}]{claim.status}[/]")
+            cells = map(Text, (claim.claim, claim.expected, claim.measured))
+            grid.add_row(*cells, Text(claim.status, _STYLES[claim.status]))
         console.print(grid)
         for table in self.tables:
-            grid = Grid(*(escape(column) for column in table.columns), title=escape(table.title))
+            grid = Grid(title=Text(table.title))
+            for column in table.columns:
+                grid.add_column(Text(column))
             for row in table.text_rows():
-                grid.add_row(*(escape(cell) for cell in row))
+                grid.add_row(*map(Text, row))
             console.print(grid)
         for note in self.notes:
-            console.print(escape(note))
+            console.print(Text(note))
 
     def to_html(self, path: str | Path) -> None:
         """Write the report as one self-contained HTML page."""
@@ -197,6 +202,14 @@ def render_html(reports: Sequence[Report | Crash], *, title: str) -> str:
     return environment.get_template("report.html.j2").render(
         title=title, reports=finished, crashes=crashes, counts=counts
     )
+
+
+def _truth(name: str, value: Any) -> bool:
+    """Python's, NumPy's and torch's truth values. NaN, which counts as true, and whatever else a slip gives are refused."""
+    plain = value.item() if hasattr(value, "item") else value
+    if not isinstance(plain, bool):
+        raise TypeError(f"{name} must be True or False, got {value!r}")
+    return plain
 
 
 def _plain(cell: Any) -> Cell:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import operator
 import random
 import sys
 
@@ -14,7 +15,11 @@ def derive_seed(seed: int, *path: str | int) -> int:
     versions: `derive_seed(0, "train", 3)` never changes.
     """
     # repr keeps 1 and "1" apart; the length prefix that repr of a tuple gives keeps ("ab",) and ("a", "b") apart.
-    digest = hashlib.sha256(repr((int(seed), *path)).encode("utf-8")).digest()
+    # The plain values: NumPy's print differently from version to version.
+    plain = (
+        str.__str__(p) if isinstance(p, str) else operator.index(p) if hasattr(p, "__index__") else p for p in path
+    )
+    digest = hashlib.sha256(repr((int(seed), *plain)).encode("utf-8")).digest()
     return int.from_bytes(digest[:8], "big") >> 1
 
 
