@@ -404,3 +404,21 @@ def test_outside_a_workspace_is_exit_2(chapbook):
 def test_a_new_package_passes_everything(chapbook, workspace):
     done = chapbook("check", "demo-pkg", cwd=workspace.root)
     assert done.code == 0, done.out
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "from importlib import import_module as im\nim('other')",
+        "__import__('other')",
+        "import importlib as i\ni.import_module('other')",
+    ],
+)
+def test_an_import_by_another_name_is_still_an_import(edit, code):
+    problems = edit.write("src/demo_pkg/more.py", code + "\n").problems(imports.undeclared)
+    assert any("imports other" in problem for problem in problems)
+
+
+@pytest.mark.parametrize(("fence", "problem"), [("```py\n1\n```", "'py' is never run"), ("```python\n1", "not closed")])
+def test_code_that_would_never_run_is_found(edit, fence, problem):
+    assert any(problem in found for found in edit.append("README.md", f"\n{fence}\n").problems(conventions.readme))

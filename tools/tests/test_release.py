@@ -132,3 +132,24 @@ def test_an_unknown_name_is_exit_2(chapbook, repository):
     done = chapbook("release", "demo", "--bump", "patch", cwd=repository.root)
     assert done.code == 2
     assert "did you mean demo-pkg?" in done.err
+
+
+def test_a_commit_that_is_refused_leaves_the_tree_as_it_was(chapbook, repository):
+    hook = repository.root / ".git" / "hooks" / "pre-commit"
+    hook.parent.mkdir(exist_ok=True)
+    hook.write_text("#!/bin/sh\necho the hook says no >&2\nexit 1\n")
+    hook.chmod(0o755)
+    done = chapbook("release", "demo-pkg", "--bump", "patch", cwd=repository.root)
+    assert done.code == 2
+    assert "the hook says no" in done.err
+    assert git(repository.root, "status", "--porcelain") == ""
+    hook.unlink()
+    assert chapbook("release", "demo-pkg", "--bump", "patch", cwd=repository.root).out == "demo-pkg-v0.1.1\n"
+
+
+def test_a_pyproject_that_is_not_toml_is_exit_2_and_named(chapbook, repository):
+    (repository.find("demo-pkg").folder / "pyproject.toml").write_text("name = = 3")
+    done = chapbook("check", "--quick", cwd=repository.root)
+    assert done.code == 2
+    assert "packages/demo-pkg/pyproject.toml cannot be read" in done.err
+    assert "Traceback" not in done.err

@@ -191,3 +191,11 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_is_done(chapbook, install):
     assert list(json.loads(out)["packages"]) == ["good"]
     assert "interrupted: 1 of 2 demos" in err
     assert "Traceback" not in err
+
+
+def test_a_place_that_cannot_be_written_is_said_before_any_work(chapbook, install):
+    (chapbook.here / "report").write_text("a file")
+    done = chapbook("try", "good", path=install("good", GOOD))
+    assert done.code == 2
+    assert "--out report cannot be made a folder" in done.err
+    assert "trying" not in done.err

@@ -97,6 +97,10 @@ def try_(
     "not shown at this scale" where the demo said beforehand that a run this small need not show it.
     """
     chosen = demos.choose(names or [], all_=all_)
+    try:
+        out.mkdir(parents=True, exist_ok=True)  # before minutes of work, not after
+    except OSError as error:
+        raise UsageError(f"--out {out} cannot be made a folder: {error}") from None
     runs: list[demos.Run] = []
     interrupted = False
     try:

@@ -123,7 +123,6 @@ def stop(process: subprocess.Popen[bytes]) -> None:
 
 
 def write_page(runs: Sequence[Run], folder: Path) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
     page = folder / "index.html"
     page.write_text(render_html([run.outcome for run in runs], title="What the shelf shows"), encoding="utf-8")
     return page

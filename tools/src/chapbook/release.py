@@ -113,11 +113,20 @@ def notes(workspace: Workspace, member: Member, new: str) -> list[str]:
 
 
 def carry_out(workspace: Workspace, plan: Plan) -> None:
-    for path, text in plan.files.items():
-        path.write_text(text, encoding="utf-8")
+    before = {path: path.read_bytes() for path in plan.files}
     paths = [str(path) for path in plan.files]
-    git(workspace, "commit", "--quiet", "--message", f"Release {plan.dist} {plan.new}", "--", *paths)
-    git(workspace, "tag", "--annotate", "--message", f"{plan.dist} {plan.new}", plan.tag)
+    try:
+        for path, text in plan.files.items():
+            path.write_text(text, encoding="utf-8")
+        git(workspace, "commit", "--quiet", "--message", f"Release {plan.dist} {plan.new}", "--", *paths)
+    except BaseException:  # a hook that says no, a merge under way: the tree is left as it was
+        for path, content in before.items():
+            path.write_bytes(content)
+        raise
+    try:
+        git(workspace, "tag", "--annotate", "--message", f"{plan.dist} {plan.new}", plan.tag)
+    except UsageError as error:
+        raise UsageError(f"the release is committed but not tagged: {error}; then git tag -a {plan.tag}") from None
 
 
 def git(workspace: Workspace, *arguments: str) -> str:

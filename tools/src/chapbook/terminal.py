@@ -13,7 +13,7 @@ PLAIN_WIDTH = 160
 
 
 def stdout() -> Console:
-    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH)
+    return Console(file=sys.stdout, width=None if sys.stdout.isatty() else PLAIN_WIDTH, emoji=False)
 
 
 def say(text: str) -> None:

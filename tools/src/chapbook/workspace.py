@@ -31,7 +31,7 @@ class Member:
 
     @cached_property
     def pyproject(self) -> dict[str, Any]:
-        return tomllib.loads((self.folder / "pyproject.toml").read_text(encoding="utf-8"))
+        return read_toml(self.folder / "pyproject.toml")
 
     @property
     def project(self) -> dict[str, Any]:
@@ -128,7 +128,7 @@ def find_workspace(start: Path | None = None) -> Workspace:
     start = (start or Path.cwd()).resolve()
     for folder in (start, *start.parents):
         pyproject = folder / "pyproject.toml"
-        if pyproject.is_file() and "workspace" in tomllib.loads(read(pyproject)).get("tool", {}).get("uv", {}):
+        if pyproject.is_file() and "workspace" in read_toml(pyproject).get("tool", {}).get("uv", {}):
             return Workspace(folder)
     raise UsageError(f"{start} lies in no chapbook workspace: run this in a checkout, or name one with --root")
 
@@ -138,6 +138,13 @@ def unknown_name(what: str, name: str, known: Iterable[str]) -> str:
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     hint = f"did you mean {' or '.join(close)}?" if close else f"known are {', '.join(known) or 'none'}"
     return f"no {what} is called {name!r}: {hint}"
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # not TOML, or not UTF-8
+        raise UsageError(f"{path} cannot be read: {error}") from None
 
 
 def read(path: Path) -> str:

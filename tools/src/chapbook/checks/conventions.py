@@ -209,7 +209,11 @@ def readme(member: Member, workspace: Workspace) -> Iterator[str]:
             yield f"the section '## {name}' is missing"
     if f"pip install {member.dist}" not in text and f"pip install '{member.dist}" not in text:
         yield f"the line 'pip install {member.dist}' is missing"
+    if sum(line.startswith("```") for line in lines) % 2:
+        yield "a fence ``` is opened and not closed: what follows is no code block"
     for block in blocks(text):
+        if block.info.split()[:1] and block.info.split()[0] in ("py", "python3", "Python", "pycon"):
+            yield f"line {block.line - 1}: a block of {block.info.split()[0]!r} is never run: write ```python"
         if is_python(block) and not runs(block) and not block.above:
             yield f"line {block.line - 1}: a no-run block needs a line above it that says what it needs"
     if member.kind == "package":

@@ -97,7 +97,12 @@ class Reader(ast.NodeVisitor):
     def visit_Call(self, node: ast.Call) -> None:
         # import_module("x") and import_extra("x", "dist[extra]") with the name written out.
         called = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
-        if called in ("import_module", "import_extra") and node.args and isinstance(node.args[0], ast.Constant):
+        called = self.bound.get(called, called).rpartition(".")[2]  # whatever name it goes by here
+        if (
+            called in ("import_module", "import_extra", "__import__")
+            and node.args
+            and isinstance(node.args[0], ast.Constant)
+        ):
             name = node.args[0].value
             if isinstance(name, str) and not name.startswith("."):
                 where, self.where = self.where, "function" if called == "import_extra" else self.where
