@@ -201,7 +201,7 @@ def demo(*, seed: int, progress: Progress) -> Report:
         caption="Up and right is better. Probability and ROUGE-L recall only, so FE is partial.",
     )
     report.note(
-        f"{len(forget)} forget and {len(retain)} retain questions, one seed, {len(METHODS)} methods at equal steps; the README has three seeds. "
+        f"{len(forget)} forget and {len(retain)} retain questions, one seed, {len(METHODS)} methods at equal steps. "
         "Unlearning here is approximate: nothing in this report proves removal."
     )
     return report
