@@ -107,7 +107,7 @@ class OpenVINOModel(BatchModel):
         )
         scheduler = self._genai.SchedulerConfig()
         scheduler.max_num_seqs = batch_size
-        scheduler.max_num_batched_tokens = max(256, batch_size)
+        scheduler.max_num_batched_tokens = self._step_tokens = max(256, batch_size)
         scheduler.cache_size = cache_gb
         scheduler.enable_prefix_caching = True
         hints = {
@@ -170,16 +170,24 @@ class OpenVINOModel(BatchModel):
                     f"prompt and reply must fit into the {self._most} positions of {self.name}, got a prompt of "
                     f"{len(row.prompt)} tokens and {row.sampling.max_tokens} to come: shorten the prompt or lower max_tokens"
                 )
-        handles = []
+        handles: list[Any] = [None] * len(rows)
+        # Only keys and values that are there already can be shared: the first of each prompt goes ahead of its like.
+        first = {tuple(row.prompt): place for place, row in reversed(list(enumerate(rows)))}
+        ahead = sorted(first.values()) if len(first) < len(rows) else []
         try:
-            for row in rows:
-                self._requests += 1
-                prompt = self._tensor(np.array([row.prompt], dtype=np.int64))
-                handles.append(self._pipeline.add_request(self._requests, prompt, self._config(row)))
+            for places in (ahead, sorted(set(range(len(rows))) - set(ahead))):
+                for place in places:
+                    self._requests += 1
+                    prompt = self._tensor(np.array([rows[place].prompt], dtype=np.int64))
+                    config = self._config(rows[place])
+                    handles[place] = self._pipeline.add_request(self._requests, prompt, config)
+                tokens = sum(len(rows[place].prompt) for place in places)
+                for _ in range(0 if places is not ahead else -(-tokens // self._step_tokens)):
+                    self._pipeline.step()
             while self._pipeline.has_non_finished_requests():
                 self._pipeline.step()
         except BaseException:
-            for handle in handles:
+            for handle in filter(None, handles):
                 handle.cancel()
             while self._pipeline.has_non_finished_requests():
                 self._pipeline.step()
