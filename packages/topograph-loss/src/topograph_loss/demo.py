@@ -171,9 +171,7 @@ def train(report: Report, images: Tensor, labels: Tensor, split: int, seed: int,
                 model = fit(copy.deepcopy(warm), make(), *data, steps=STEPS, seed=second, task=task)
                 results[name].append(evaluate(model, images[split:], truth))
 
-    rows = [
-        [run, *(f(scores[run]) for f in (_mean_diu, _mean_dice) for scores in results.values())] for run in range(SEEDS)
-    ]
+    rows = [[run, *(f(scores[run]) for f in (_mean_diu, _dice) for scores in results.values())] for run in range(SEEDS)]
     report.table(
         f"Test crops of the right half ({len(truth)} a seed)",
         ["seed", *(f"{measure}, {name}" for measure in ("DIU", "Dice") for name in makers)],
@@ -193,7 +191,7 @@ def train(report: Report, images: Tensor, labels: Tensor, split: int, seed: int,
         within_scale=False,  # a difference of 10 % is about the noise of three seeds of a network this small
     )
     difference = np.mean(
-        [_mean_dice(a) - _mean_dice(b) for a, b in zip(results["Dice + Topograph"], results["Dice"], strict=True)]
+        [_dice(a) - _dice(b) for a, b in zip(results["Dice + Topograph"], results["Dice"], strict=True)]
     )
     report.claim(
         "and costs next to nothing in overlap",
@@ -216,7 +214,7 @@ def _mean_diu(scores: Scores) -> float:
     return float(scores.diu.mean())
 
 
-def _mean_dice(scores: Scores) -> float:
+def _dice(scores: Scores) -> float:
     return scores.dice
 
 
