@@ -64,5 +64,5 @@ def show_critical_regions(
         shown = ["right", "harmless", *(kind for kind in KINDS if kind in count)]
         names = [f"{kind} ({count[kind]})" if kind in count else kind for kind in shown]
         handles = [patches.Patch(facecolor=COLOURS[kind], edgecolor="#777777") for kind in shown]
-        ax.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=3, fontsize=8, frameon=False)
+        ax.legend(handles, names, loc="upper center", bbox_to_anchor=(0.5, 0), ncols=2, fontsize=8, frameon=False)
     return ax
