@@ -177,6 +177,10 @@ def _mixture(report: Report, seed: int, progress: Progress) -> None:
         f"assignments {often_wrong.mean():+.1f}: they blur the tightness, and route by another cluster's weights)",
         holds=bool(mostly_right.min() > 10),
     )
+    report.note(
+        "The share of 10 % was chosen after a first run with 30 % random assignments gained about 5 points only; the table has "
+        "every share and ratio that was tried."
+    )
     from matplotlib import pyplot
 
     figure, axis = pyplot.subplots(figsize=(5, 3))
@@ -213,6 +217,7 @@ class TinyLM(nn.Module):
         super().__init__()
         self.adaptive = adaptive
         self.embed = nn.Embedding(256, dim)
+        nn.init.normal_(self.embed.weight, std=0.02)  # tied to the output: at unit scale the first losses are tens of nats
         self.position = nn.Parameter(0.02 * torch.randn(length, dim))
         self.qkv = nn.ModuleList(nn.Linear(dim, 3 * dim, bias=False) for _ in range(layers))
         self.out = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(layers))
@@ -307,6 +312,7 @@ def _language_model(report: Report, seed: int, progress: Progress) -> None:
             and difference["corrupted"].mean() < 0.02
             and difference["balance"].mean() > -0.02
         ),
+        within_scale=False,  # after so few steps single seeds differ by more than the limit
     )
     both = all((difference[n] < 0).all() for n in ("clean", "corrupted"))
     report.claim(
