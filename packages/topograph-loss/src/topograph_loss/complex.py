@@ -186,7 +186,8 @@ def critical_sites_of(
         from topograph_loss.contacts import drop_irregular_contacts
 
         drop_irregular_contacts(regular, cells, graph, closed=foreground_is_closed(connectivity, cells.ndim))
-    node = pixel_view(graph.labels, border).ravel()[wrong_pixels]
+    at_pixels = pixel_view(graph.labels, border)
+    node = at_pixels[np.unravel_index(wrong_pixels, at_pixels.shape)]
     critical = ~regular[node]
     site, node = wrong_pixels[critical], node[critical]
     present = np.zeros(graph.n + 1, np.bool_)
