@@ -16,7 +16,7 @@ import torch
 from chapbook_shared.bench import Comparison, compare, main
 from chapbook_shared.lm import LocalModel, OpenVINOModel, Sampling
 
-SAMPLES, MOST, PEER_BATCH, ROUNDS = 128, 64, 32, 2
+SAMPLES, MOST, PEER_BATCH, ROUNDS = 128, 64, 32, 1
 QUESTION = "Write a short sentence about cats."
 
 
@@ -67,9 +67,9 @@ def samples(local: LocalModel, openvino: OpenVINOModel) -> Iterator[Comparison]:
             kept = call(seed)
             rates[name].append(kept / (time.perf_counter() - start))
     medians = {name: statistics.median(values) for name, values in rates.items()}
-    for name, goal in (("local", 1.3), ("openvino", 4.0)):
+    for name, label, goal in (("local", "LocalModel", 1.3), ("openvino", "OpenVINOModel", 4.0)):
         yield Comparison(
-            f"{SAMPLES} samples of one prompt, {type(locals()[name]).__name__}",
+            f"{SAMPLES} samples of one prompt, {label}",
             medians[name],
             medians["peer"],
             f"generate, batch {PEER_BATCH}",
