@@ -12,31 +12,32 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-def check_positive(name: str, value: float) -> None:
+def check_positive(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a finite number > 0."""
     if not (_is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be positive and finite, got {value!r}")
 
 
-def check_nonnegative(name: str, value: float) -> None:
+def check_nonnegative(name: str, value: Any) -> None:
     """Raise ValueError unless `value` is a finite number >= 0."""
     if not (_is_number(value) and math.isfinite(value) and value >= 0):
         raise ValueError(f"{name} must be >= 0 and finite, got {value!r}")
 
 
-def check_fraction(name: str, value: float) -> None:
+def check_fraction(name: str, value: Any) -> None:
     """Raise ValueError unless `value` lies in [0, 1]."""
     if not (_is_number(value) and 0 <= value <= 1):
         raise ValueError(f"{name} must be in [0, 1], got {value!r}")
 
 
-def check_int(name: str, value: int, *, minimum: int | None = None, maximum: int | None = None) -> None:
+def check_int(name: str, value: Any, *, minimum: int | None = None, maximum: int | None = None) -> None:
     """Raise TypeError unless `value` is an integer, ValueError unless it lies in [minimum, maximum]."""
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"{name} must be an integer, got {value!r}")
-    if minimum is not None and value < minimum:
+    number = int(value)
+    if minimum is not None and number < minimum:
         raise ValueError(f"{name} must be >= {minimum}, got {value!r}")
-    if maximum is not None and value > maximum:
+    if maximum is not None and number > maximum:
         raise ValueError(f"{name} must be <= {maximum}, got {value!r}")
 
 

@@ -217,7 +217,7 @@ class TinyLM(nn.Module):
         super().__init__()
         self.adaptive = adaptive
         self.embed = nn.Embedding(256, dim)
-        nn.init.normal_(self.embed.weight, std=0.02)  # tied to the output: at unit scale the first losses are tens of nats
+        nn.init.normal_(self.embed.weight, std=0.02)  # tied: at unit scale losses begin at tens of nats
         self.position = nn.Parameter(0.02 * torch.randn(length, dim))
         self.qkv = nn.ModuleList(nn.Linear(dim, 3 * dim, bias=False) for _ in range(layers))
         self.out = nn.ModuleList(nn.Linear(dim, dim, bias=False) for _ in range(layers))

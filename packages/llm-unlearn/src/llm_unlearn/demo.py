@@ -229,6 +229,8 @@ def trade_off(results: Mapping[str, Iterable[dict[str, Measured]]]) -> Any:
 
 
 def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
+    # A minute with a model of 135 million parameters settles none of these, whichever way it comes out: every claim is declared
+    # beyond the scale. `benchmarks/evidence.py` runs them with all methods and three seeds.
     taught = results["taught"]
     cut = {name: r["forget"]["probability"] for name, r in results.items() if name != "taught"}
     report.claim(
@@ -236,6 +238,7 @@ def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
         expected=f"below the taught model's {taught['forget']['probability']:.2f}",
         measured=", ".join(f"{name} {value:.2f}" for name, value in cut.items()),
         holds=all(value < taught["forget"]["probability"] for value in cut.values()),
+        within_scale=False,
     )
     ga, me = results["GA"]["retain"], results["ME+GD"]["retain"]
     report.claim(
@@ -243,6 +246,7 @@ def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
         expected="retain probability: GA far below ME+GD",
         measured=f"GA {ga['probability']:.2f}, ME+GD {me['probability']:.2f}, taught {taught['retain']['probability']:.2f}",
         holds=ga["probability"] < 0.5 * me["probability"],
+        within_scale=False,
     )
     gd, ap = results["IDK+GD"], results["IDK+AP"]
     report.claim(
@@ -258,6 +262,7 @@ def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
         expected=f"well below the taught model's {taught['forget']['key']:.2f}",
         measured=f"{key:.2f}",
         holds=key <= 0.5 * taught["forget"]["key"],
+        within_scale=False,
     )
 
 
