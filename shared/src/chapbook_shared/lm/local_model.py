@@ -4,7 +4,7 @@ Requests are sorted by length and run in batches, padded on the left. A prompt t
 beginning that all prompts of a batch share; rows that have ended leave the batch. Numbers are drawn for each request alone (see
 `_sampling`), so the same request gives the same sample whatever else is in the batch, up to the rounding of the model itself:
 matrix products of different shapes differ in the last digits, and a draw that falls within that distance of the border between two
-tokens can go either way (about once in 1e5 tokens in float32; never seen in float64).
+tokens can go either way (rare in float32; never seen in float64).
 """
 
 from __future__ import annotations
@@ -14,14 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-import numpy as np
-import torch
-from jaxtyping import Float, Int
-from torch import Tensor
-
 from chapbook_shared.lm._base import BatchModel, ChatRequest, CompleteRequest, ScoreRequest, sample_seed
-from chapbook_shared.lm._forward import Forward, State, left_padded, right_padded
-from chapbook_shared.lm._sampling import Settings, draw, uniforms
 from chapbook_shared.lm._text import TextCodec, cut_at
 from chapbook_shared.lm.protocol import (
     Capabilities,
@@ -36,6 +29,17 @@ from chapbook_shared.lm.protocol import (
     as_messages,
 )
 from chapbook_shared.validate import check_int, import_extra
+
+try:
+    import numpy as np
+    import torch
+    from jaxtyping import Float, Int
+    from torch import Tensor
+
+    from chapbook_shared.lm._forward import Forward, State, left_padded, right_padded
+    from chapbook_shared.lm._sampling import Settings, draw, uniforms
+except ModuleNotFoundError as error:
+    raise ImportError(f"{error.name} is needed here and is not installed: pip install 'chapbook-shared[hf]'") from error
 
 _SHARED_PREFIX = 32
 """Running a shared beginning on its own costs one more pass: not worth it for fewer tokens than this."""
