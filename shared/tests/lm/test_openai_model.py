@@ -675,6 +675,39 @@ def test_an_echo_of_nothing_is_no_score(answering):
         model.score("a", ["b"])
 
 
+@pytest.mark.parametrize("offsets", [None, [0, 3, 6, 9], [0, 0, 3, 6]], ids=["none", "with the mark", "of the text"])
+def test_a_mark_that_the_endpoint_puts_in_front_does_not_move_the_choice(answering, offsets):
+    logprobs = {"tokens": ["<s>", "The", " ca", "t"], "token_logprobs": [None, -1.0, -2.0, -4.0]}
+    if offsets is not None:
+        logprobs["text_offset"] = offsets
+    with answering((200, {}, {"model": "m", "choices": [{"text": "The cat", "logprobs": logprobs}]})) as model:
+        assert model.score("The", [" cat"]) == [Score(-6.0, 2)]
+
+
+def test_an_answer_that_the_disk_cannot_take_is_given_all_the_same(answering, tmp_path, monkeypatch):
+    def full(*_):
+        raise sqlite3.OperationalError("database or disk is full")
+
+    monkeypatch.setattr(ResponseCache, "put", full)
+    with answering(said(), cache=tmp_path / "c.sqlite") as model, pytest.warns(RuntimeWarning, match="disk is full"):
+        assert model.chat("hi").text == "yes"
+    assert len(answering.times) == 1
+
+
+def test_an_answer_without_what_was_asked_for_says_which_request_it_was(answering):
+    reply = {"model": "m", "choices": [{"text": "a"}]}
+    good = {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"a": -1}]}
+    first = {"model": "m", "choices": [{"text": "a", "logprobs": good}]}
+    with (
+        answering((200, {}, first), (200, {}, reply), concurrency=1) as model,
+        pytest.raises(CapabilityError, match="no log-probabilities") as caught,
+    ):
+        model.complete_many(["x", "y"], Sampling(logprobs=0))
+    assert caught.value.index == 1
+    assert caught.value.partial[0][0].text == "a"
+    assert caught.value.partial[1] is None
+
+
 @pytest.mark.parametrize(("asked", "kept"), [(0, ()), (1, (("x", -0.5),)), (2, (("x", -0.5), ("a", -1.0)))])
 def test_no_more_alternatives_are_kept_than_were_asked_for(answering, asked, kept):
     logprobs = {"tokens": ["a"], "token_logprobs": [-1], "top_logprobs": [{"a": -1, "x": -0.5}]}

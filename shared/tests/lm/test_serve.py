@@ -247,6 +247,16 @@ def test_huggingface_hub_chats_and_streams(server):
         ),
         ("completions", {"prompt": [1, "a"]}, 400, "prompt must be text"),
         ("completions", {"prompt": "x", "max_tokens": 0}, 400, "needs echo"),
+        ("chat/completions", {"max_tokens": 0}, 400, "max_tokens must be"),
+        ("chat/completions", {"max_completion_tokens": 0}, 400, "max_tokens must be"),
+        ("chat/completions", {"max_tokens": "7"}, 400, "max_tokens must be a whole number, got '7'"),
+        ("completions", {"prompt": "x", "max_tokens": True}, 400, "max_tokens must be a whole number, got True"),
+        ("completions", {"prompt": "x", "stop": 5}, 400, "stop must be text or a list of texts, got 5"),
+        ("completions", {"prompt": "x", "stop": ["a", 5]}, 400, "stop must be text or a list of texts"),
+        ("completions", {"prompt": "x", "stop_token_ids": 5}, 400, "stop_token_ids must be a list of token ids, got 5"),
+        ("completions", {"prompt": "x", "temperature": "hot"}, 400, "temperature must be a number, got 'hot'"),
+        ("completions", {"prompt": "x", "n": [2]}, 400, "n must be a whole number, got [2]"),
+        ("chat/completions", {"logprobs": True, "top_logprobs": "2"}, 400, "logprobs must be a whole number, got '2'"),
     ],
 )
 def test_what_it_does_not_do_it_says(server, path, change, status, message):

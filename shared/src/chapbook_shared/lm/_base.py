@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 
 from chapbook_shared.lm.protocol import (
     Capabilities,
+    CapabilityError,
     Completion,
     JsonSchema,
     Message,
@@ -435,7 +436,7 @@ class AsyncModel(_Checked):
             index, error = min(failures, key=lambda failure: failure[0])
             done = sum(answer is not None for answer in answers)
             error.add_note(f"at {what} {index} of {len(requests)} (counted from 0), with {done} answered")
-            if isinstance(error, LanguageModelError):
+            if isinstance(error, LanguageModelError | CapabilityError):
                 error.index, error.partial = index, answers
             raise error
         return answers  # type: ignore[return-value]  # no failures: none is None

@@ -11,12 +11,15 @@ import json
 import math
 import os
 import random
+import sqlite3
 import time
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from email.utils import parsedate_to_datetime
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 from urllib.parse import urlsplit
@@ -345,10 +348,22 @@ class OpenAIModel(AsyncModel):
             answer = await self._send(path, body, estimate, read)
             value = to_json(answer)
             if not self._holds_key(json.dumps(value)):
-                self.cache.put(key, value)
+                self._keep(key, value)
             return answer
         finally:
             under_way.pop(key).set_result(None)
+
+    def _keep(self, key: str, value: Any) -> None:
+        """Into the cache; an answer that is paid for is not thrown away because the disk is full."""
+        assert self.cache is not None
+        try:
+            self.cache.put(key, value)
+        except sqlite3.Error as error:
+            warnings.warn(
+                f"an answer could not be kept in {self.cache.path} ({error}): the run goes on without it",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     async def _send(
         self, path: str, body: dict[str, Any], estimate: Usage, read: Callable[[Mapping[str, Any]], _R]
@@ -623,7 +638,11 @@ def _score_of(name: str, prompt: Prompt, choice: Prompt, echo: _Echo) -> Score:
     if not tokens:
         raise RequestFailed(f"{name} echoed no token of the text it was to score")
     if isinstance(prompt, str):
-        border = len(prompt)
+        text, border = prompt + str(choice), len(prompt)
+        spelt = "".join(tokens)
+        if spelt.endswith(text):  # what comes before the text are tokens that the endpoint put in front of it
+            offsets = [0, *accumulate(map(len, tokens[:-1]))]
+            border += len(spelt) - len(text)
         ends = [*offsets[1:], border + len(choice)]
         first = next(i for i, end in enumerate(ends) if offsets[i] >= border or end > border)
     else:

@@ -26,7 +26,14 @@ _IMAGE_SIGNATURES = ((b"\x89PNG\r\n\x1a\n", "image/png"), (b"\xff\xd8\xff", "ima
 
 
 class CapabilityError(ValueError):
-    """The request asks for something that this model cannot do."""
+    """The request asks for something that this model cannot do.
+
+    Where that shows only in the answer to one of many requests, `index` and `partial` say which and what was answered, as
+    in `LanguageModelError`.
+    """
+
+    index: int | None = None
+    partial: Sequence[Any] | None = None
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,16 @@ _SAMPLING = {
     "n",
     "logprobs",
 }
+_TYPES: dict[str, tuple[Any, str]] = {
+    "top_k": (int, "a whole number"),
+    "seed": (int, "a whole number"),
+    "max_tokens": (int, "a whole number"),
+    "n": (int, "a whole number"),
+    "logprobs": (int, "a whole number"),
+    "stop": (str, "text or a list of texts"),
+    "stop_token_ids": (int, "a list of token ids"),
+}
+"""Those that are not any number."""
 _COMMON = _SAMPLING | {"model", "stream", "stream_options", "return_token_ids"}
 _CHAT_FIELDS = _COMMON | {"messages", "top_logprobs", "max_completion_tokens", "response_format"}
 _COMPLETION_FIELDS = _COMMON | {"prompt", "echo"}
@@ -608,21 +618,34 @@ def _check_fields(body: Mapping[str, Any], known: set[str]) -> None:
 
 def _sampling(body: Mapping[str, Any], *, chat: bool) -> Sampling:
     values = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    limit = body.get("max_completion_tokens") if chat else None
-    values["max_tokens"] = limit or values.get("max_tokens") or (_CHAT_MAX_TOKENS if chat else _COMPLETION_MAX_TOKENS)
-    stop = values.get("stop", ())
-    values["stop"] = (stop,) if isinstance(stop, str) else tuple(stop)
-    values["stop_token_ids"] = tuple(values.get("stop_token_ids", ()))
-    if values.get("top_k") == -1:  # vLLM's word for the whole vocabulary
-        values["top_k"] = 0
     if chat:
-        values["logprobs"] = (body.get("top_logprobs") or 0) if body.get("logprobs") else None
+        if body.get("max_completion_tokens") is not None:
+            values["max_tokens"] = body["max_completion_tokens"]
         if body.get("top_logprobs") and not body.get("logprobs"):
             raise _BadRequest("top_logprobs needs logprobs=true", param="top_logprobs")
+        if values.pop("logprobs", False):
+            values["logprobs"] = body.get("top_logprobs") or 0
+    values.setdefault("max_tokens", _CHAT_MAX_TOKENS if chat else _COMPLETION_MAX_TOKENS)
+    if isinstance(values.get("stop"), str):
+        values["stop"] = [values["stop"]]
+    for name, value in values.items():
+        _check_type(name, value)
+    for name in ("stop", "stop_token_ids"):
+        values[name] = tuple(values.get(name, ()))
+    if values.get("top_k") == -1:  # vLLM's word for the whole vocabulary
+        values["top_k"] = 0
     try:
         return Sampling(**values)
     except (TypeError, ValueError) as error:
         raise _BadRequest(str(error)) from None
+
+
+def _check_type(name: str, value: Any) -> None:
+    kind, description = _TYPES.get(name, (int | float, "a number"))
+    listed = name in ("stop", "stop_token_ids")
+    entries = value if listed and isinstance(value, list) else [value]
+    if (listed and not isinstance(value, list)) or any(isinstance(e, bool) or not isinstance(e, kind) for e in entries):
+        raise _BadRequest(f"{name} must be {description}, got {value!r}", param=name)
 
 
 def _sample_sampling(sampling: Sampling, index: int) -> Sampling:
