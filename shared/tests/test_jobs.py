@@ -258,6 +258,54 @@ def test_atomic_write_replaces_whole_files_and_keeps_the_old_on_error(tmp_path):
     assert os.listdir(tmp_path) == ["out.txt"]
 
 
+def test_what_a_killed_writer_left_is_cleared_away_by_the_next_and_a_living_one_is_not_disturbed(tmp_path):
+    target = tmp_path / "out.jsonl"
+    script = (
+        "import os, sys; from chapbook_shared.jobs import atomic_write\n"
+        "with atomic_write(sys.argv[1]) as file:\n    file.write('half'); file.flush(); os.kill(os.getpid(), 9)"
+    )
+    subprocess.run([sys.executable, "-c", script, target])
+    others = {".out.jsonl.tmp", ".out.jsonl.mine.tmp", ".other.jsonl.0123456789ab.tmp"}
+    for name in others:
+        (tmp_path / name).touch()
+    assert len(os.listdir(tmp_path)) == 4
+    with atomic_write(target) as slow:
+        slow.write("slow")
+        with atomic_write(target) as quick:
+            quick.write("quick")
+        assert target.read_text() == "quick"
+    assert target.read_text() == "slow"
+    assert set(os.listdir(tmp_path)) == {"out.jsonl", *others}
+
+
+def test_many_writers_of_one_file_leave_one_whole_content(tmp_path):
+    script = (
+        "import sys; from chapbook_shared.jobs import atomic_write\n"
+        "for i in range(100):\n    with atomic_write(sys.argv[1]) as file:\n        file.write(sys.argv[2] * 10_000)"
+    )
+    writers = [subprocess.Popen([sys.executable, "-c", script, tmp_path / "out", letter]) for letter in "abc"]
+    assert [writer.wait() for writer in writers] == [0, 0, 0]
+    assert os.listdir(tmp_path) == ["out"]
+    assert (tmp_path / "out").read_text() in [letter * 10_000 for letter in "abc"]
+
+
+def test_a_link_is_followed_and_a_pipe_is_written_into(tmp_path):
+    link, target, pipe = tmp_path / "link", tmp_path / "target", tmp_path / "pipe"
+    link.symlink_to(target)
+    with atomic_write(link) as file:
+        file.write("content")
+    assert link.is_symlink()
+    assert target.read_text() == "content"
+    os.mkfifo(pipe)
+    reader = subprocess.Popen(["cat", pipe], stdout=subprocess.PIPE, text=True)
+    with atomic_write(pipe) as file:
+        file.write("through")
+    assert reader.communicate()[0] == "through"
+    assert pipe.is_fifo()
+    with pytest.raises(IsADirectoryError), atomic_write(tmp_path):
+        pass
+
+
 # Puts records until killed, and says on stdout which have been put.
 WORKER = """
 import sys

@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import sqlite3
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import IO, TYPE_CHECKING, Any
@@ -286,23 +287,72 @@ class Store:
 def atomic_write(path: str | Path, *, binary: bool = False) -> Iterator[IO[Any]]:
     """Write a file so that a reader sees the old content or the new, never a part, whatever happens meanwhile.
 
-    Text is UTF-8 with `\\n` line ends. If the block raises, the old file stays.
+    Text is UTF-8 with `\\n` line ends. If the block raises, the old file stays. What a writer that was killed left beside the file
+    is cleared away by the next one. A link is followed; into a pipe or a device, such as `/dev/stdout`, the content simply goes.
     """
     path = Path(path)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
-    mode: dict[str, Any] = {"mode": "xb"} if binary else {"mode": "x", "encoding": "utf-8", "newline": "\n"}
+    text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": "\n"}
+    kind = "b" if binary else ""
+    if path.exists() and not path.is_file():
+        with open(path, f"w{kind}", **text) as file:
+            yield file
+        return
+    path = Path(os.path.realpath(path))
+    _remove_abandoned(path)
+    file = _open_beside(path, f"x{kind}", text)
+    temporary = Path(file.name)
     try:
-        with open(temporary, **mode) as file:
+        with file:
             yield file
             file.flush()
             os.fsync(file.fileno())
-        if path.exists():
-            temporary.chmod(path.stat().st_mode & 0o777)
-        os.replace(temporary, path)
+            if path.exists():
+                temporary.chmod(path.stat().st_mode & 0o777)
+            if os.name != "nt":  # Windows renames no open file; elsewhere the lock is kept until the file has its name
+                os.replace(temporary, path)
+        if os.name == "nt":
+            os.replace(temporary, path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
     _sync_directory(path.parent)
+
+
+def _open_beside(path: Path, mode: str, text: Mapping[str, Any]) -> IO[Any]:
+    """A new file `.NAME.RANDOM.tmp`, locked as long as it is open: that tells it from one whose writer was killed."""
+    while True:
+        temporary = path.with_name(f".{path.name}.{secrets.token_hex(6)}.tmp")
+        file = open(temporary, mode, **text)  # noqa: SIM115 the caller closes it
+        _lock(file.fileno(), wait=True)
+        if temporary.exists():  # unless another writer took it for abandoned before it was locked
+            return file
+        file.close()
+
+
+def _remove_abandoned(path: Path) -> None:
+    ours = re.compile(rf"\.{re.escape(path.name)}\.[0-9a-f]{{12}}\.tmp")
+    try:
+        found = [path.with_name(name) for name in os.listdir(path.parent) if ours.fullmatch(name)]
+    except OSError:  # opening the file says what is wrong with the folder
+        return
+    for temporary in found:
+        # Another writer may be faster, or the file be another user's: then it stays.
+        with suppress(OSError), open(temporary, "rb+") as file:
+            if _lock(file.fileno(), wait=False):
+                temporary.unlink()
+
+
+def _lock(handle: int, *, wait: bool) -> bool:
+    """Lock an open file against other processes and other openings; False if it is locked or its file system has no locks."""
+    try:
+        import fcntl
+    except ImportError:  # Windows
+        return False
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
 
 
 def _connect(uri: str, path: Path) -> sqlite3.Connection:
