@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 
@@ -147,6 +148,54 @@ def test_a_demo_that_hangs_is_stopped(chapbook, install):
     done = chapbook("try", "slow", "--timeout", 3, "--json", path=install("slow", HANGING))
     assert done.code == 1
     assert done.json["packages"]["slow"]["error"] == "it ran past 3 s and was stopped"
+
+
+FORKING = """
+    import os, pathlib, subprocess, sys, time
+
+    def demo(*, seed, progress):
+        child = subprocess.Popen([sys.executable, "-c", "import signal, time; signal.signal(15, signal.SIG_IGN); time.sleep(600)"])
+        time.sleep(0.5)
+        pathlib.Path("unfinished").write_text(f"{os.getpid()} {child.pid}")
+        os.rename("unfinished", "started")
+        if seed == 1:
+            raise RuntimeError("no such luck")
+        time.sleep(600)
+"""
+
+
+def running(pid):
+    try:
+        return (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+@pytest.mark.parametrize("seed", [0, 1], ids=["hangs", "crashes"])
+def test_what_a_demo_started_ends_with_it(chapbook, install, seed):
+    done = chapbook("try", "slow", "--timeout", 5, "--seed", seed, "--json", path=install("slow", FORKING))
+    assert done.code == 1
+    assert done.json["packages"]["slow"]["status"] == "crashed"
+    pids = (chapbook.here / "started").read_text().split()
+    assert [pid for pid in pids if running(pid)] == []
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_ended_from_outside_it_ends_what_it_started(chapbook, install, number):
+    process = subprocess.Popen(
+        [sys.executable, "-m", "chapbook", "try", "slow"],
+        env={**os.environ, "PYTHONPATH": str(install("slow", FORKING))},
+        cwd=chapbook.here,
+        stderr=subprocess.DEVNULL,
+    )
+    deadline = time.monotonic() + 60
+    while not (chapbook.here / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(number)
+    assert process.wait(30) == 128 + number
+    pids = (chapbook.here / "started").read_text().split()
+    assert [pid for pid in pids if running(pid)] == []
 
 
 def test_an_unknown_name_is_exit_2_with_a_suggestion(chapbook, install):

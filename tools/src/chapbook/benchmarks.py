@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -41,16 +42,19 @@ def run_benchmarks(
 
 def run_benchmark(package: str, script: Path) -> Benchmark:
     """Run one script. Rows that it printed before it crashed are kept."""
-    process = subprocess.Popen(
-        [sys.executable, str(script), "--json"], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, cwd=script.parent
-    )
-    try:
-        output, _ = process.communicate()
-    except BaseException:
-        stop(process)
-        raise
+    command = [sys.executable, str(script), "--json"]
+    with tempfile.TemporaryFile() as output:  # a pipe would not end before everything that the script started
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=output, cwd=script.parent, start_new_session=True
+        )
+        try:
+            process.wait()
+        finally:
+            stop(process)
+        output.seek(0)
+        printed = output.read().decode("utf-8", errors="replace")
     rows, strange = [], ""
-    for line in output.decode("utf-8", errors="replace").splitlines():
+    for line in printed.splitlines():
         row = parse(line)
         if row is not None:
             rows.append(row)

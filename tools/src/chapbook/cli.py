@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -27,6 +28,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # text in brackets is text
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 
@@ -38,6 +40,11 @@ STATUS_STYLE = {"holds": "green", "fails": "bold red", "not shown at this scale"
 
 
 def main() -> None:
+    # Ended from outside, it still ends what it started. What is ignored, as under nohup, stays so.
+    for name in ("SIGTERM", "SIGHUP"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) == signal.SIG_DFL:
+            signal.signal(number, lambda number, frame: sys.exit(128 + number))
     try:
         app()
     except UsageError as error:

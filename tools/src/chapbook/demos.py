@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,7 @@ from typing import Any, Literal
 from chapbook_shared.report import Crash, Report, render_html
 
 from .catalogue import demo_entry_points
-from .run_demo import FAULT, INTERRUPTED, REPORT, TRACEBACK
+from .run_demo import FAULT, REPORT, TRACEBACK
 from .workspace import UsageError, read, unknown_name
 
 TRACEBACK_LINES = 15
@@ -82,17 +83,14 @@ def run_demo(name: str, *, seed: int, timeout: float) -> Outcome:
         # -P: the current folder is no source of modules. What a demo prints goes to stderr, stdout is for our result.
         command = [sys.executable, "-P", "-m", "chapbook.run_demo", name, str(seed), str(folder)]
         environment = {"HF_HUB_OFFLINE": "1", "MPLBACKEND": "Agg", **os.environ}
-        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment)
+        # A session of its own, so that what the demo started can be ended with it.
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=2, env=environment, start_new_session=True)
         try:
             code = process.wait(timeout)
         except subprocess.TimeoutExpired:
-            stop(process)
             return Crash(name, f"it ran past {timeout:g} s and was stopped")
-        except BaseException:
+        finally:
             stop(process)
-            raise
-        if code == INTERRUPTED:
-            raise KeyboardInterrupt
         if code == 0 and (folder / REPORT).is_file():
             return Report.from_json(folder / REPORT)
         return Crash(name, reason(code, folder))
@@ -113,13 +111,17 @@ def tail(text: str) -> str:
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:
-    """End the process: politely, then not."""
-    process.terminate()
-    try:
-        process.wait(GRACE_SECONDS)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt):
+    """End a process that has a session of its own, politely, then not; and whatever it started and left running."""
+    if process.poll() is None:
+        process.terminate()
+        with suppress(subprocess.TimeoutExpired, KeyboardInterrupt):
+            process.wait(GRACE_SECONDS)
+    if hasattr(os, "killpg"):
+        with suppress(ProcessLookupError):  # nothing is left of it
+            os.killpg(process.pid, signal.SIGKILL)
+    else:  # Windows
         process.kill()
-        process.wait()
+    process.wait()
 
 
 def write_page(runs: Sequence[Run], folder: Path) -> Path:

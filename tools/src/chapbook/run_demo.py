@@ -18,7 +18,6 @@ from chapbook_shared.report import Report
 from .catalogue import demo_entry_points
 
 REPORT, TRACEBACK, FAULT = "report.json", "traceback.txt", "fault.txt"
-INTERRUPTED = 130
 
 
 def run(dist: str, seed: int, folder: Path) -> None:
@@ -39,8 +38,6 @@ def main() -> int:
         faulthandler.enable(fault)
         try:
             run(dist, seed, folder)
-        except KeyboardInterrupt:
-            return INTERRUPTED
         except BaseException:  # SystemExit too: a demo that exits has not reported
             text = traceback.format_exc()
             (folder / TRACEBACK).write_text(text, encoding="utf-8", errors="backslashreplace")
