@@ -133,6 +133,25 @@ def test_a_heading_inside_a_code_block_is_no_section():
     assert list(conventions.sections("## Use\n```python\n## Limits\n```\n")) == ["Use"]
 
 
+@pytest.mark.parametrize(
+    ("text", "script"),
+    [
+        ("~~~python\na = 1\n~~~\n", "a = 1"),
+        ("~~~~ python\na = '~~~'\n~~~\n~~~~~\n", "a = '~~~'\n~~~"),
+        ("````\n```python\nx\n```\n````\n```python\na = 1\n```\n", "a = 1"),
+        ("- so:\n  ```python\n  if 1:\n      a = 1\n\n  ```\n", "if 1:\n    a = 1"),
+        ("```python\na = 1\n~~~\n```\n", "a = 1\n~~~"),
+        ("~~~python\na = 1\n", ""),
+    ],
+)
+def test_every_way_to_write_a_block_is_one(text, script):
+    assert conventions.readme_script(text).strip() == script
+
+
+def test_a_heading_inside_a_block_of_tildes_is_no_section():
+    assert list(conventions.sections("## Use\n~~~python\n## Limits\n```\n~~~\n## End\n")) == ["Use", "End"]
+
+
 def test_a_readme_runs_as_one_script_with_its_own_line_numbers():
     text = "# t\n```python\na = 1\n```\nneeds x\n```python no-run\nb\n```\n```python\nprint(a)\n```\n"
     script = conventions.readme_script(text).splitlines()
@@ -298,6 +317,19 @@ def test_a_stray_top_level_in_the_wheel_is_found(edit, tmp_path, wheel_files):
     assert "the wheel holds tests/test_it.py" in problem
 
 
+@pytest.mark.parametrize("name", ["fast.cpython-311-x86_64-linux-gnu.so", "fast.pyd", "lib.dylib"])
+def test_compiled_code_is_found_whatever_the_name_of_the_wheel_says(edit, tmp_path, wheel_files, name):
+    edit.write(f"src/demo_pkg/{name}", "")
+    [problem] = wheel_problems(edit, tmp_path, {**wheel_files, f"demo_pkg/{name}": ""})
+    assert problem == f"the wheel holds compiled code, demo_pkg/{name}: a wheel of ours is pure"
+
+
+def test_a_wheel_without_py_typed_is_found(edit, tmp_path, wheel_files):
+    edit.remove("src/demo_pkg/py.typed")
+    del wheel_files["demo_pkg/py.typed"]
+    assert wheel_problems(edit, tmp_path, wheel_files) == ["the wheel holds no py.typed"]
+
+
 def test_package_data_that_the_wheel_lacks_is_found(edit, tmp_path, wheel_files):
     edit.write("src/demo_pkg/prompts/ask.txt", "?")
     [problem] = wheel_problems(edit, tmp_path, wheel_files)
@@ -419,6 +451,16 @@ def test_an_import_by_another_name_is_still_an_import(edit, code):
     assert any("imports other" in problem for problem in problems)
 
 
-@pytest.mark.parametrize(("fence", "problem"), [("```py\n1\n```", "'py' is never run"), ("```python\n1", "not closed")])
+@pytest.mark.parametrize(
+    ("fence", "problem"),
+    [
+        ("```py\n1\n```", "'py' is never run"),
+        ("~~~Python3\n1\n~~~", "'Python3' is never run"),
+        ("```{.python}\n1\n```", "'{.python}' is never run"),
+        ("```python,no-run\n1\n```", "'python,no-run' is never run"),
+        ("```python\n1", "not closed"),
+        ("~~~python\n1\n```", "not closed"),
+    ],
+)
 def test_code_that_would_never_run_is_found(edit, fence, problem):
     assert any(problem in found for found in edit.append("README.md", f"\n{fence}\n").problems(conventions.readme))

@@ -79,13 +79,13 @@ def editable_folder(dist: Distribution) -> Path | None:
 
 def paper_title(readme: str) -> str:
     """The `title` of the first bibtex block, without the braces that only protect capitals."""
-    block = re.search(r"^```bibtex\n(.*?)^```", readme, re.MULTILINE | re.DOTALL)
+    block = re.search(r"^(```|~~~)bibtex\n(.*?)^\1", readme, re.MULTILINE | re.DOTALL)
     if block is None:
         return ""
-    start = re.search(r"\btitle\s*=\s*([{\"])", block[1])
+    start = re.search(r"\btitle\s*=\s*([{\"])", block[2])
     if start is None:
         return ""
-    text = block[1][start.end() :]
+    text = block[2][start.end() :]
     if start[1] == '"':
         inside = text.partition('"')[0]
     else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from packaging.requirements import InvalidRequirement, Requirement
@@ -149,19 +149,37 @@ class Block:
     above: str
 
 
-def blocks(markdown: str) -> list[Block]:
-    found: list[Block] = []
-    above, info, start = "", None, 0
-    lines = markdown.splitlines()
+FENCE = re.compile(r"(?P<indent>[ \t]*)(?P<marks>`{3,}|~{3,})[ \t]*(?P<info>[^`]*)$")
+
+
+def fences(lines: Sequence[str]) -> Iterator[tuple[int, int | None, str]]:
+    """Each fence of ``` or ~~~: the line that opens it, the line that closes it (None if none does), the info string."""
+    start, marks, info = 0, "", ""
     for number, line in enumerate(lines, start=1):
-        if info is None:
-            if line.startswith("```"):
-                info, start = line[3:].strip(), number
-            elif line.strip():
-                above = line.strip()
-        elif line.startswith("```"):
-            found.append(Block(info, "\n".join(lines[start : number - 1]), start + 1, above))
-            info, above = None, ""
+        fence = FENCE.match(line)
+        if fence is None:
+            continue
+        if not marks:
+            start, marks, info = number, fence["marks"], fence["info"].strip()
+        elif fence["marks"].startswith(marks) and not fence["info"].strip():
+            yield start, number, info
+            marks = ""
+    if marks:
+        yield start, None, info
+
+
+def blocks(markdown: str) -> list[Block]:
+    """The fenced blocks that are closed. A block inside a list loses the indentation of its fence."""
+    lines = markdown.splitlines()
+    found: list[Block] = []
+    before = 0
+    for start, end, info in fences(lines):
+        if end is not None:
+            indent = len(lines[start - 1]) - len(lines[start - 1].lstrip())
+            code = [line[min(indent, len(line) - len(line.lstrip())) :] for line in lines[start : end - 1]]
+            text = [line.strip() for line in lines[before : start - 1] if line.strip()]
+            found.append(Block(info, "\n".join(code), start + 1, text[-1] if text else ""))
+            before = end
     return found
 
 
@@ -183,11 +201,12 @@ def readme_script(markdown: str) -> str:
 
 def sections(markdown: str) -> dict[str, str]:
     """Heading of the second level -> the text below it."""
+    lines = markdown.splitlines()
+    fenced = {number for start, end, _ in fences(lines) for number in range(start, (end or len(lines)) + 1)}
     found: dict[str, list[str]] = {}
-    current, fenced = "", False
-    for line in markdown.splitlines():
-        fenced ^= line.startswith("```")
-        if not fenced and line.startswith("## "):
+    current = ""
+    for number, line in enumerate(lines, start=1):
+        if number not in fenced and line.startswith("## "):
             current = line[3:].strip()
             found[current] = []
         elif current:
@@ -209,11 +228,13 @@ def readme(member: Member, workspace: Workspace) -> Iterator[str]:
             yield f"the section '## {name}' is missing"
     if f"pip install {member.dist}" not in text and f"pip install '{member.dist}" not in text:
         yield f"the line 'pip install {member.dist}' is missing"
-    if sum(line.startswith("```") for line in lines) % 2:
-        yield "a fence ``` is opened and not closed: what follows is no code block"
+    for start, end, _ in fences(lines):
+        if end is None:
+            yield f"line {start}: a fence is opened and not closed: what follows is no code block"
     for block in blocks(text):
-        if block.info.split()[:1] and block.info.split()[0] in ("py", "python3", "Python", "pycon"):
-            yield f"line {block.line - 1}: a block of {block.info.split()[0]!r} is never run: write ```python"
+        language = block.info.split()[0] if block.info else ""
+        if re.match(r"\W*(i?py|doctest)", language, re.IGNORECASE) and not is_python(block):
+            yield f"line {block.line - 1}: a block of {language!r} is never run: write ```python"
         if is_python(block) and not runs(block) and not block.above:
             yield f"line {block.line - 1}: a no-run block needs a line above it that says what it needs"
     if member.kind == "package":

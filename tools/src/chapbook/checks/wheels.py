@@ -11,6 +11,8 @@ from packaging.utils import parse_wheel_filename
 from ..uv import run_uv
 from ..workspace import Member
 
+COMPILED = (".so", ".pyd", ".dll", ".dylib", ".a", ".lib", ".o", ".pyc")
+
 
 def build(member: Member, folder: Path) -> tuple[Path, Path]:
     """The wheels built from the tree and from the sdist."""
@@ -36,7 +38,9 @@ def problems(member: Member, from_tree: Path, from_sdist: Path) -> Iterator[str]
     held = contents(from_tree)
     _, version, _, tags = parse_wheel_filename(from_tree.name)
     if any(tag.abi != "none" or tag.platform != "any" for tag in tags):
-        yield f"{from_tree.name} holds compiled code: a wheel of ours is pure"
+        yield f"{from_tree.name} is for one platform: a wheel of ours is pure"
+    for path in sorted(path for path in held if path.lower().endswith(COMPILED)):
+        yield f"the wheel holds compiled code, {path}: a wheel of ours is pure"
     info = f"{member.import_name}-{version}.dist-info"
     strange = sorted(path for path in held if path.partition("/")[0] not in (member.import_name, info))
     for path in strange:
