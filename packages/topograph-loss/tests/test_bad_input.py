@@ -1,5 +1,7 @@
 """One test for each row of the table of bad input."""
 
+import inspect
+
 import numpy as np
 import pytest
 import torch
@@ -76,7 +78,8 @@ def test_wrong_shapes_labels_and_targets(Loss, options, input, target, message):
         ({"threshold_noise": "cauchy"}, "threshold_noise must be one of"),
         ({"noise_scale": -1.0}, "noise_scale must be >= 0"),
         ({"reduction": "median"}, "reduction must be"),
-        ({"class_weight": [1.0, -1.0]}, "class_weight must be a sequence of numbers >= 0"),
+        ({"class_weight": [1.0, -1.0]}, "class_weight must be a sequence of finite numbers >= 0"),
+        ({"class_weight": [1.0, float("inf")]}, "class_weight must be a sequence of finite numbers >= 0"),
         ({"workers": -1}, "workers must be >= 0"),
     ],
 )
@@ -98,6 +101,14 @@ def test_wrong_options(Loss, options, message):
 def test_wrong_options_of_the_sum(options, message):
     with pytest.raises(ValueError, match=message):
         DiceTopographLoss(**options)
+
+
+@LOSSES
+@pytest.mark.parametrize("dtype", [torch.bool, torch.int64, torch.complex64])
+def test_masks_in_the_place_of_scores(Loss, dtype):
+    forward = inspect.unwrap(Loss.forward)  # as users have it, without the checks of types that our tests run under
+    with pytest.raises(ValueError, match="input must be scores of a floating type, got torch"):
+        forward(Loss(), torch.ones(1, 1, 4, 4, dtype=dtype), torch.ones(1, 1, 4, 4))
 
 
 def test_wrong_mask():

@@ -74,6 +74,29 @@ def test_pictures_and_nifti(tmp_path):
     assert json.loads(run(tmp_path / "gap.nii.gz", tmp_path / "line.nii.gz", "--json").stdout)["mean_diu"] == 1
 
 
+def test_a_tiff_of_several_pages_is_a_volume(tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    pytest.importorskip("gudhi")
+    for name, last in (("pred", GAP), ("gt", LINE)):
+        first, *others = map(Image.fromarray, (LINE, LINE, last))
+        first.save(tmp_path / f"{name}.tif", save_all=True, append_images=others)
+    [case] = json.loads(run(tmp_path / "pred.tif", tmp_path / "gt.tif", "--json").stdout)["cases"]
+    assert (case["pred_pixels"], case["gt_pixels"]) == (26, 27)
+    np.save(tmp_path / "gt.npy", LINE)
+    assert "pred has shape (3, 5, 9)" in run(tmp_path / "pred.tif", tmp_path / "gt.npy").stderr
+
+
+def test_pixels_of_float_and_of_16_bits_in_the_order_of_imagej(tmp_path):
+    Image = pytest.importorskip("PIL.Image")
+    np.save(tmp_path / "gt.npy", LINE)
+    Image.fromarray(GAP.astype(np.float32)).save(tmp_path / "float.tif")
+    Image.frombytes("I;16B", (9, 5), GAP.astype(">u2").tobytes()).save(tmp_path / "big.tif")
+    for name in ("float.tif", "big.tif"):
+        assert json.loads(run(tmp_path / name, tmp_path / "gt.npy", "--json").stdout)["mean_diu"] == 1
+    Image.fromarray(LINE * np.float32(0.5)).save(tmp_path / "soft.tif")
+    assert "labels must be whole numbers" in run(tmp_path / "soft.tif", tmp_path / "gt.npy").stderr
+
+
 def test_the_check_says_no_with_status_1(folders):
     assert run(*folders, "--max-diu", 0.4).exit_code == 1
     assert run(*folders, "--max-diu", 0.5).exit_code == 0
@@ -164,7 +187,10 @@ def test_bad_input_is_one_clear_line_and_status_2(folders, spoil):
         (["--border", "sphere"], "--border must be one of"),
         (["--connectivity", "8"], "--connectivity must be one of"),
         (["--connectivity", "fg26"], "connectivity of a 2D image"),
-        (["--csv", "/no/such/folder/out.csv"], "No such file or directory"),
+        (["--csv", "/no/such/folder/out.csv"], "there is no folder /no/such/folder"),
+        (["--max-diu", "nan"], "--max-diu must be >= 0 and finite, got nan"),
+        (["--max-diu", "-1"], "--max-diu must be >= 0 and finite, got -1.0"),
+        (["--label", "1", "--label", "255"], "--label 255 occurs in no mask"),
     ],
 )
 def test_wrong_use_is_status_2(folders, arguments, message):
@@ -197,3 +223,15 @@ def test_help_explains_itself():
     result = run("--help")
     assert result.exit_code == 0
     assert "topological errors" in result.stdout
+    assert "'topograph-loss[images]'" in " ".join(result.stdout.split())
+
+
+def test_an_interrupt_is_neither_done_nor_a_no(folders):
+    script = (
+        "import topograph_loss.cli as cli\n"
+        "def interrupted(*args, **options): raise KeyboardInterrupt\n"
+        "cli.diu = interrupted\ncli.main()"
+    )
+    done = subprocess.run([sys.executable, "-c", script, *map(str, folders)], capture_output=True, text=True)
+    assert done.returncode == 130
+    assert "Traceback" not in done.stderr

@@ -26,6 +26,18 @@ def test_a_gap_in_a_line_is_one_split():
     assert diu(pred, target) == DIU(ker_i0=1, coker_i0=0, ker_j0=0, coker_j0=0)
 
 
+@pytest.mark.parametrize("dtype", [torch.bool, torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64])
+def test_masks_of_every_type_and_layout_count_the_same(dtype):
+    target = torch.zeros(7, 5, dtype=dtype).T
+    target[2] = 1
+    pred = target.clone().flip(0)
+    pred[2, 3] = 0
+    assert not target.is_contiguous()
+    assert diu(pred, target).ker_i0 == 1
+    with pytest.raises(ValueError, match="pred must be a binary mask"):
+        diu(2.0 * torch.ones(5, 7).to(torch.bfloat16), target)
+
+
 def test_a_filled_hole_is_one_lost_background_region():
     ring = image(".....", ".###.", ".#.#.", ".###.", ".....")
     block = image(".....", ".###.", ".###.", ".###.", ".....")

@@ -13,12 +13,13 @@ import typer
 
 from chapbook_shared.jobs import atomic_write
 from chapbook_shared.progress import track
+from chapbook_shared.validate import check_nonnegative
 from topograph_loss.complex import BORDERS, CONNECTIVITY
 from topograph_loss.diu import diu
 from topograph_loss.images import SUFFIXES, read_labels, suffix_of
 from topograph_loss.regions import KINDS, critical_regions
 
-app = typer.Typer(add_completion=False)
+app = typer.Typer(add_completion=False, rich_markup_mode=None)  # the help has brackets that are no markup
 
 
 def main() -> None:
@@ -55,12 +56,19 @@ def score(
             raise ValueError(f"--border must be one of {', '.join(BORDERS)}, got {border}")
         if connectivity not in (None, *CONNECTIVITY[2], *CONNECTIVITY[3]):
             raise ValueError(f"--connectivity must be one of fg8, fg4, fg26, fg6, got {connectivity}")
+        if max_diu is not None:
+            check_nonnegative("--max-diu", max_diu)
+        if csv_file is not None and not csv_file.absolute().parent.is_dir():
+            raise ValueError(f"--csv {csv_file}: there is no folder {csv_file.parent}")
         pairs = list(match(pred, gt))
         cases = [
             case
             for name, files in track(pairs, "scoring")
             for case in score_pair(name, *files, labels=label, border=border, connectivity=connectivity)
         ]
+        for one in label or []:
+            if not any(case["pred_pixels"] or case["gt_pixels"] for case in cases if case["label"] == one):
+                raise ValueError(f"--label {one} occurs in no mask")
         if csv_file is not None:
             write_csv(csv_file, cases)
     except (ValueError, ImportError, OSError) as error:
@@ -135,6 +143,8 @@ def score_pair(
         yield {
             "name": name,
             "label": label,
+            "pred_pixels": int(np.count_nonzero(P)),
+            "gt_pixels": int(np.count_nonzero(G)),
             "diu": terms.total,
             **terms.as_dict(),
             "critical": len(regions),

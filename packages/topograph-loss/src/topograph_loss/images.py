@@ -1,4 +1,4 @@
-"""Label images from files: .npy, .png and other pictures, .nii and .nii.gz."""
+"""Label images from files: .npy, .png and other pictures, .nii and .nii.gz. A TIFF of several pages is a volume."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -31,7 +31,7 @@ def read_labels(path: Path) -> Shaped[np.ndarray, "*space"]:
         labels = _read(path, lambda: np.load(path, allow_pickle=False))
     elif suffix in PICTURES:
         pillow = import_extra("PIL.Image", "topograph-loss[images]")
-        labels = _read(path, lambda: _grey(pillow.open(path)))
+        labels = _read(path, lambda: _pages(pillow, path))
     else:
         nibabel = import_extra("nibabel", "topograph-loss[images]")
         labels = _read(path, lambda: np.asanyarray(nibabel.load(path).dataobj))
@@ -49,7 +49,13 @@ def _read(path: Path, load: Callable[[], Any]) -> np.ndarray:
         raise ValueError(f"{path}: cannot be read: {' '.join(str(error).split())}") from error
 
 
-def _grey(picture: Any) -> np.ndarray:
-    if picture.mode not in ("1", "L", "P", "I", "I;16"):
-        raise ValueError(f"a {picture.mode} picture has no labels: save masks with one channel")
-    return np.asarray(picture)
+def _pages(pillow: Any, path: Path) -> np.ndarray:
+    """The picture as an array; one of several pages as a volume."""
+    with pillow.open(path) as picture:
+        if picture.mode not in ("1", "L", "P", "I", "I;16", "I;16B", "F"):
+            raise ValueError(f"a {picture.mode} picture has no labels: save masks with one channel")
+        pages = []
+        for page in range(getattr(picture, "n_frames", 1)):
+            picture.seek(page)
+            pages.append(np.array(picture))
+    return pages[0] if len(pages) == 1 else np.stack(pages)

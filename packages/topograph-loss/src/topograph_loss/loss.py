@@ -215,8 +215,8 @@ class TopographLoss(torch.nn.Module):
         self.soft_label = soft_label
         self.workers = workers
         weight = None if class_weight is None else torch.as_tensor(class_weight, dtype=torch.float32)
-        if weight is not None and (weight.ndim != 1 or not (weight >= 0).all()):
-            raise ValueError(f"class_weight must be a sequence of numbers >= 0, got {class_weight!r}")
+        if weight is not None and (weight.ndim != 1 or not (weight >= 0).all() or weight.isinf().any()):
+            raise ValueError(f"class_weight must be a sequence of finite numbers >= 0, got {class_weight!r}")
         self.register_buffer("class_weight", weight)
 
     def forward(
@@ -237,6 +237,8 @@ class TopographLoss(torch.nn.Module):
 
     def _checked(self, input: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Plain scores in at least float32, and the mask as (B, *space)."""
+        if not input.is_floating_point():
+            raise ValueError(f"input must be scores of a floating type, got {input.dtype}")
         if 0 in input.shape:
             raise ValueError(f"input must have at least one sample, channel and pixel, got shape {tuple(input.shape)}")
         foreground_is_closed(self.connectivity, input.ndim - 2)

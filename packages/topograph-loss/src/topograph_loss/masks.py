@@ -3,6 +3,7 @@
 from typing import Any
 
 import numpy as np
+import torch
 from jaxtyping import Bool
 from torch import Tensor
 
@@ -20,7 +21,10 @@ def as_masks(pred: Any, target: Any) -> tuple[Bool[np.ndarray, "*space"], Bool[n
 
 
 def _as_mask(name: str, mask: Any) -> np.ndarray:
-    array = np.asarray(mask.detach().cpu() if isinstance(mask, Tensor) else mask)
+    if isinstance(mask, Tensor):
+        mask = mask.detach().cpu()
+        mask = mask.float() if mask.dtype == torch.bfloat16 else mask  # which numpy does not know
+    array = np.asarray(mask)
     if array.dtype != np.bool_ and not np.isin(array, (0, 1)).all():
         wrong = array[~np.isin(array, (0, 1))][0]
         raise ValueError(f"{name} must be a binary mask of zeros and ones, got a value {wrong}: threshold scores first")
