@@ -164,6 +164,12 @@ FORKING = """
 """
 
 
+def listen():
+    """Tests may run in the background or under nohup, where these signals are ignored, and children would inherit that."""
+    for number in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def running(pid):
     try:
         return (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
@@ -187,6 +193,7 @@ def test_ended_from_outside_it_ends_what_it_started(chapbook, install, number):
         env={**os.environ, "PYTHONPATH": str(install("slow", FORKING))},
         cwd=chapbook.here,
         stderr=subprocess.DEVNULL,
+        preexec_fn=listen,
     )
     deadline = time.monotonic() + 60
     while not (chapbook.here / "started").exists():
@@ -229,6 +236,7 @@ def test_ctrl_c_ends_cleanly_and_keeps_what_is_done(chapbook, install):
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=listen,
     )
     deadline = time.monotonic() + 60
     while not (chapbook.here / "started").exists():
