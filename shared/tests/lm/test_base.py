@@ -126,3 +126,28 @@ def test_a_cache_keeps_the_first_answer_and_forgets_when_told(tmp_path):
     assert ResponseCache(tmp_path / "c.sqlite", namespace="other").get("k") is None
     cache.clear()
     assert len(cache) == 0
+
+
+def test_completions_come_as_they_are_ready_and_no_request_is_taken_too_early():
+    model = ScriptedModel(complete=lambda prompt, sampling: f"{prompt}/{sampling.seed}")
+    taken = []
+
+    def requests():
+        for i in range(200):
+            taken.append(i)
+            yield f"p{i}", Sampling(seed=i)
+
+    stream = model.complete_each(requests())
+    place, (first,) = next(stream)
+    assert (place, first.text) == (0, "p0/0")
+    assert len(taken) == 64  # one batch
+    rest = dict(stream)
+    assert {place: answer.text for place, (answer,) in rest.items()} == {i: f"p{i}/{i}" for i in range(1, 200)}
+
+
+def test_a_stream_may_be_left():
+    model = ScriptedModel(complete=lambda prompt, sampling: "x")
+    stream = model.complete_each((f"p{i}", Sampling()) for i in range(200))
+    next(stream)
+    stream.close()
+    assert model.complete("p")[0].text == "x"

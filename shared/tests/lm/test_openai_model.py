@@ -747,3 +747,26 @@ def test_processes_that_begin_one_cache_together_all_get_it(tmp_path):
     processes = [subprocess.Popen([*command, str(i)], stderr=subprocess.PIPE) for i in range(6)]
     assert [process.communicate()[1] for process in processes] == [b""] * 6
     assert len(ResponseCache(tmp_path / "39.sqlite")) == 6
+
+
+def test_completions_are_streamed_and_what_was_under_way_comes_before_the_failure():
+    scripted = ScriptedModel(complete=lambda prompt, sampling: str(prompt), name="m")
+    with (
+        Server(scripted, faults=",".join(["ok"] * 6 + ["400"])) as server,
+        OpenAIModel("m", base_url=server.base_url, concurrency=3, retries=0) as model,
+    ):
+        seen = []
+        with pytest.raises(RequestFailed, match="400"):
+            seen.extend(
+                answer.text for _, (answer,) in model.complete_each((f"p{i}", Sampling(seed=i)) for i in range(50))
+            )
+        assert 6 <= len(seen) <= 8
+        assert len(set(seen)) == len(seen)
+
+
+def test_a_logit_bias_is_sent_within_the_protocols_bounds():
+    scripted = ScriptedModel(complete=lambda prompt, sampling: repr(sampling.logit_bias), name="m")
+    with Server(scripted) as server, OpenAIModel("m", base_url=server.base_url) as model:
+        (answer,) = model.complete("p", Sampling(logit_bias=((3, float("-inf")), (4, 1.5))))
+        assert answer.text == "((3, -100.0), (4, 1.5))"
+        assert server.received[-1].body["logit_bias"] == {"3": -100.0, "4": 1.5}

@@ -233,7 +233,7 @@ def test_huggingface_hub_chats_and_streams(server):
         ("chat/completions", {"messages": [{"role": "robot", "content": "x"}]}, 400, "must have a role"),
         ("chat/completions", {"temperature": -1}, 400, "temperature must be"),
         ("chat/completions", {"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
-        ("chat/completions", {"logit_bias": {"1": 5}}, 400, "unsupported field 'logit_bias'"),
+        ("chat/completions", {"logit_bias": {"1": 500}}, 400, "logit_bias must map token ids to numbers"),
         ("chat/completions", {"mirostat": 1}, 400, "unsupported field 'mirostat'"),
         (
             "chat/completions",

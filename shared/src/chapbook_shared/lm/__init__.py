@@ -26,9 +26,11 @@ from chapbook_shared.lm.protocol import (
 if TYPE_CHECKING:
     from chapbook_shared.lm.budgets import Budget
     from chapbook_shared.lm.cache import ResponseCache
+    from chapbook_shared.lm._text import TextCodec
     from chapbook_shared.lm.local_model import LocalModel
     from chapbook_shared.lm.openai_model import OpenAIModel
     from chapbook_shared.lm.openvino_model import OpenVINOModel
+    from chapbook_shared.lm.pool import ModelPool
     from chapbook_shared.lm.scripted import ScriptedModel
     from chapbook_shared.lm.serve import Faults, Server
 
@@ -36,11 +38,13 @@ _LAZY = {
     "Budget": "budgets",
     "Faults": "serve",
     "LocalModel": "local_model",
+    "ModelPool": "pool",
     "OpenAIModel": "openai_model",
     "OpenVINOModel": "openvino_model",
     "ResponseCache": "cache",
     "ScriptedModel": "scripted",
     "Server": "serve",
+    "TextCodec": "_text",
 }
 
 __all__ = [
@@ -55,6 +59,7 @@ __all__ = [
     "LanguageModelError",
     "LocalModel",
     "Message",
+    "ModelPool",
     "OpenAIModel",
     "OpenVINOModel",
     "RequestFailed",
@@ -63,6 +68,7 @@ __all__ = [
     "Score",
     "ScriptedModel",
     "Server",
+    "TextCodec",
     "TokenLogprob",
     "Usage",
     "check_request",

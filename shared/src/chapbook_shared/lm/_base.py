@@ -18,8 +18,10 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from itertools import islice
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from chapbook_shared.lm.protocol import (
@@ -169,6 +171,9 @@ class BatchModel(_Checked):
     run one at a time, whatever threads the callers are on, and split what does not fit into memory themselves.
     """
 
+    _stream_block = 64
+    """Requests in one batch of `complete_each`."""
+
     def __init__(self) -> None:
         self._running = threading.RLock()
         self._queued = threading.Lock()
@@ -214,6 +219,22 @@ class BatchModel(_Checked):
         self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = _DEFAULT
     ) -> list[list[Completion]]:
         return self._run(self._complete_batch, self._complete_requests(prompts, sampling))
+
+    def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (place of the request, its completions) as they are ready, in whatever order that is.
+
+        `requests` may be endless work: no more of it is taken than the model can have under way. Nothing else may run on this
+        model meanwhile.
+        """
+        with self._running:
+            yield from self._complete_stream(self._complete_request(*request) for request in requests)
+
+    def _complete_stream(self, requests: Iterator[CompleteRequest]) -> Iterator[tuple[int, list[Completion]]]:
+        """Optional: the primitive behind `complete_each`; by default blocks of requests, each as one batch."""
+        start = 0
+        while block := list(islice(requests, self._stream_block)):
+            yield from enumerate(self._complete_batch(block), start)
+            start += len(block)
 
     def score_many(self, requests: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[Score]]:
         return self._run(self._scores, [self._score_request(prompt, choices) for prompt, choices in requests])
@@ -378,6 +399,44 @@ class AsyncModel(_Checked):
     ) -> list[list[Completion]]:
         requests = self._complete_requests(prompts, sampling)
         return self._wait(self._many(lambda request: self._complete(*request), requests))
+
+    def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield (place of the request, its completions) as they come in, `concurrency` requests under way at a time.
+
+        After a failure nothing new is begun; what was under way is still yielded, and then the failure is raised.
+        """
+        answers: SimpleQueue[tuple[int, list[Completion]] | Exception | None] = SimpleQueue()
+        waiting = enumerate(requests)
+        failures: list[Exception] = []
+
+        async def work() -> None:
+            while not failures:
+                try:
+                    index, request = next(waiting)
+                    answers.put((index, await self._complete(*self._complete_request(*request))))
+                except StopIteration:
+                    return
+                except Exception as error:
+                    failures.append(error)
+
+        async def all_work() -> None:
+            try:
+                async with asyncio.TaskGroup() as workers:
+                    for _ in range(self.concurrency):
+                        workers.create_task(work())
+            finally:
+                answers.put(failures[0] if failures else None)
+
+        future = self._submit(all_work())
+        try:
+            while (answer := answers.get()) is not None:
+                if isinstance(answer, Exception):
+                    raise answer
+                yield answer
+            if future.cancelled():
+                raise RuntimeError(f"{self.name} was closed while a request was under way")
+        finally:
+            future.cancel()
 
     def score_many(self, requests: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[Score]]:
         checked = [self._score_request(prompt, choices) for prompt, choices in requests]

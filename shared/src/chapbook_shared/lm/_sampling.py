@@ -1,6 +1,6 @@
 """From logits to a token, exactly as a `Sampling` says, one row of a batch never touching another.
 
-Order: repetition penalty (prompt and reply), frequency and presence penalties (reply), temperature, top_k, top_p over what top_k
+Order: repetition penalty (prompt and reply), frequency and presence penalties (reply), bias, temperature, top_k, top_p over what top_k
 kept, min_p. A cut keeps every token as likely as the last one that it must keep, so that ties do not depend on an order.
 
 The token is drawn by inverting the cumulative distribution at one uniform number. The t-th token of a request uses the t-th
@@ -45,6 +45,12 @@ class Settings:
         self.repetition = column("repetition_penalty")
         self.frequency = column("frequency_penalty")
         self.presence = column("presence_penalty")
+        self.bias: Float[Tensor, "rows vocabulary"] | None = None
+        if any(row.logit_bias for row in rows):
+            self.bias = torch.zeros(len(rows), vocabulary, device=device)
+            for index, row in enumerate(rows):
+                for token, value in row.logit_bias:
+                    self.bias[index, token] = value
         self.counts: Int[Tensor, "rows vocabulary"] | None = None
         self.seen: Bool[Tensor, "rows vocabulary"] | None = None
         if any(row.frequency_penalty or row.presence_penalty for row in rows):
@@ -89,7 +95,7 @@ def draw(
 
 
 def penalised(logits: Float[Tensor, "rows vocabulary"], settings: Settings) -> Float[Tensor, "rows vocabulary"]:
-    """Logits after the three penalties."""
+    """Logits after the three penalties and the bias."""
     if settings.seen is not None:
         penalty = settings.repetition.to(logits.dtype)
         logits = torch.where(settings.seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
@@ -97,7 +103,7 @@ def penalised(logits: Float[Tensor, "rows vocabulary"], settings: Settings) -> F
         counts = settings.counts.to(logits.dtype)
         logits = logits - settings.frequency.to(logits.dtype) * counts
         logits = logits - settings.presence.to(logits.dtype) * (counts > 0)
-    return logits
+    return logits if settings.bias is None else logits + settings.bias.to(logits.dtype)
 
 
 def cut(logits: Float[Tensor, "rows vocabulary"], settings: Settings) -> Float[Tensor, "rows vocabulary"]:

@@ -54,7 +54,7 @@ class TextCodec:
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's reply begins."""
-        turns = [{"role": m.role, "content": self._hide(m.text, markup=m.role == "user")} for m in messages]
+        turns = [{"role": m.role, "content": self.hide(m.text, markup=m.role == "user")} for m in messages]
         try:
             text = self.tokenizer.apply_chat_template(turns, tokenize=False, add_generation_prompt=True)
         except Exception as error:
@@ -62,6 +62,20 @@ class TextCodec:
                 f"the chat template of {self.name} refuses a conversation with the roles "
                 f"{[m.role for m in messages]}: {error}"
             ) from error
+        return self.rendered(text)
+
+    def hide(self, text: str, *, markup: bool = True) -> str:
+        """Somebody's text, fit to be put into a chat template: control tokens in it are replaced by stand-ins.
+
+        `markup` also hides what the template writes as markup though no tokenizer calls it special (such as `<think>`).
+        """
+        for index, control in enumerate(self._control):
+            if control in text and (markup or control in self._special):
+                text = text.replace(control, _STAND_IN.format(index))
+        return text
+
+    def rendered(self, text: str) -> list[int]:
+        """Token ids of what a chat template wrote, or of a part of it: what `hide` hid is plain text in them."""
         return self._ids(text) if not _STAND_INS.search(text) else self._ids_with_stand_ins(text)
 
     def joint(self, prompt: Prompt, choice: Prompt) -> tuple[list[int], int]:
@@ -116,12 +130,6 @@ class TextCodec:
 
     def _with_prefix(self, ids: list[int]) -> list[int]:
         return ids if ids[: len(self.prefix)] == self.prefix else self.prefix + ids
-
-    def _hide(self, text: str, *, markup: bool) -> str:
-        for index, control in enumerate(self._control):
-            if control in text and (markup or control in self._special):
-                text = text.replace(control, _STAND_IN.format(index))
-        return text
 
     def _show(self, text: str) -> str:
         return _STAND_INS.sub(lambda found: self._control[int(found[1])], text)

@@ -271,6 +271,8 @@ class OpenAIModel(AsyncModel):
             body["seed"] = sampling.seed
         if sampling.stop:
             body["stop"] = list(sampling.stop)
+        if sampling.logit_bias:  # JSON has no infinity, and the protocol no more than 100
+            body["logit_bias"] = {str(token): max(-100.0, min(100.0, value)) for token, value in sampling.logit_bias}
         if self.dialect == "vllm":
             body |= {
                 "top_k": sampling.top_k or -1,

@@ -13,8 +13,10 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -92,6 +94,7 @@ class OpenVINOModel(BatchModel):
         tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
         self.name = name or folder.name
         self.precision = precision
+        self.batch_size = batch_size
         self.text = TextCodec(tokenizer, self.name)
         settings = {file: _read_json(folder / file) for file in ("generation_config.json", "config.json")}
         self.eos_token_ids = frozenset(_end_tokens(settings, tokenizer) if eos_token_ids is None else eos_token_ids)
@@ -103,7 +106,7 @@ class OpenVINOModel(BatchModel):
             token_ids=True,
             logprobs=0,
             seed=True,
-            unsupported=frozenset({"frequency_penalty", "presence_penalty"}),
+            unsupported=frozenset({"frequency_penalty", "presence_penalty", "logit_bias"}),
         )
         scheduler = self._genai.SchedulerConfig()
         scheduler.max_num_seqs = batch_size
@@ -162,37 +165,73 @@ class OpenVINOModel(BatchModel):
         return [[next(answers) for _ in range(sampling.n)] for _, sampling in requests]
 
     def _generate(self, rows: list[_Row]) -> list[Completion]:
+        answers: list[Any] = [None] * len(rows)
+        for place, answer in self._stream(iter(rows)):
+            answers[place] = answer
+        return answers
+
+    def _complete_stream(self, requests: Iterator[CompleteRequest]) -> Iterator[tuple[int, list[Completion]]]:
+        owners: list[tuple[int, int]] = []  # of each row, the place of its request and how many rows that has
+
+        def rows() -> Iterator[_Row]:
+            for owner, (prompt, sampling) in enumerate(requests):
+                ids, seed = self.text.prompt(prompt), _seed(sampling)
+                for i in range(sampling.n):
+                    owners.append((owner, sampling.n))
+                    yield _Row(ids, sampling, sample_seed(seed, i) or 0, ids)
+
+        arrived: dict[int, list[tuple[int, Completion]]] = {}
+        for place, answer in self._stream(rows()):
+            owner, count = owners[place]
+            arrived.setdefault(owner, []).append((place, answer))
+            if len(arrived[owner]) == count:
+                yield owner, [sample for _, sample in sorted(arrived.pop(owner), key=itemgetter(0))]
+
+    def _stream(self, rows: Iterator[_Row]) -> Iterator[tuple[int, Completion]]:
+        """Each row's place and completion, when it has ended. Twice the batch is under way, so that a free place is filled at once."""
+        window = 2 * self.batch_size
+        under_way: dict[int, tuple[_Row, Any]] = {}
+        running = self._genai.GenerationStatus.RUNNING
+        count = 0
+        try:
+            while True:
+                fresh = [(count + i, row) for i, row in enumerate(islice(rows, max(0, window - len(under_way))))]
+                count += len(fresh)
+                self._admit(fresh, under_way)
+                if not under_way:
+                    return
+                self._pipeline.step()
+                for place in [p for p, (_, handle) in under_way.items() if handle.get_status() != running]:
+                    row, handle = under_way.pop(place)
+                    yield place, self._completion(row, handle)
+        finally:  # after an error, or when nobody wants the rest
+            for _, handle in under_way.values():
+                handle.cancel()
+            while under_way and self._pipeline.has_non_finished_requests():
+                self._pipeline.step()
+
+    def _admit(self, rows: list[tuple[int, _Row]], under_way: dict[int, tuple[_Row, Any]]) -> None:
+        """Hand rows to the engine. Only keys and values that are there already can be shared: the first of each prompt goes ahead."""
         import numpy as np
 
-        for row in rows:
+        for _, row in rows:
             if self._most is not None and len(row.prompt) + row.sampling.max_tokens > self._most:
                 raise ValueError(
                     f"prompt and reply must fit into the {self._most} positions of {self.name}, got a prompt of "
                     f"{len(row.prompt)} tokens and {row.sampling.max_tokens} to come: shorten the prompt or lower max_tokens"
                 )
-        handles: list[Any] = [None] * len(rows)
-        # Only keys and values that are there already can be shared: the first of each prompt goes ahead of its like.
-        first = {tuple(row.prompt): place for place, row in reversed(list(enumerate(rows)))}
-        ahead = sorted(first.values()) if len(first) < len(rows) else []
-        try:
-            for places in (ahead, sorted(set(range(len(rows))) - set(ahead))):
-                for place in places:
-                    self._requests += 1
-                    prompt = self._tensor(np.array([rows[place].prompt], dtype=np.int64))
-                    config = self._config(rows[place])
-                    handles[place] = self._pipeline.add_request(self._requests, prompt, config)
-                tokens = sum(len(rows[place].prompt) for place in places)
-                for _ in range(0 if places is not ahead else -(-tokens // self._step_tokens)):
+        first = {tuple(row.prompt): place for place, row in reversed(rows)}
+        leaders = set(first.values()) if not under_way and len(first) < len(rows) else set()
+        ahead = [(place, row) for place, row in rows if place in leaders]
+        for group in (ahead, [(place, row) for place, row in rows if place not in leaders]):
+            for place, row in group:
+                self._requests += 1
+                prompt = self._tensor(np.array([row.prompt], dtype=np.int64))
+                handle = self._pipeline.add_request(self._requests, prompt, self._config(row))
+                under_way[place] = (row, handle)
+            if group is ahead:
+                for _ in range(-(-sum(len(row.prompt) for _, row in ahead) // self._step_tokens)):
                     self._pipeline.step()
-            while self._pipeline.has_non_finished_requests():
-                self._pipeline.step()
-        except BaseException:
-            for handle in filter(None, handles):
-                handle.cancel()
-            while self._pipeline.has_non_finished_requests():
-                self._pipeline.step()
-            raise
-        return [self._completion(row, handle) for row, handle in zip(rows, handles, strict=True)]
 
     def _config(self, row: _Row) -> Any:
         config, sampling = self._genai.GenerationConfig(), row.sampling

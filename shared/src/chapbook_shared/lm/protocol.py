@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import base64
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
@@ -126,6 +126,8 @@ class Sampling:
     presence_penalty: float = 0.0
     frequency_penalty: float = 0.0
     repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """(token id, what is added to its logit), at every place; -inf forbids the token. Endpoints take at most 100 either way."""
     seed: int | None = None
     """The same request with the same seed gives the same sample, whatever else is in the batch. None draws a fresh seed."""
     max_tokens: int = 256
@@ -150,6 +152,10 @@ class Sampling:
         require("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive and finite")
+        values = [value for _, value in self.logit_bias]
+        require(
+            "logit_bias", all(value < math.inf for value in values), "pairs of a token id and a number below infinity"
+        )
         require("max_tokens", self.max_tokens >= 1, ">= 1")
         require("n", self.n >= 1, ">= 1")
         require("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "None or in 0..20")
@@ -280,6 +286,8 @@ class LanguageModel(Protocol):
     def complete_many(
         self, prompts: Sequence[Prompt], sampling: Sampling | Sequence[Sampling] = ...
     ) -> list[list[Completion]]: ...
+
+    def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]: ...
 
     def score_many(self, requests: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[Score]]: ...
 

@@ -59,7 +59,6 @@ _MEANINGLESS = {"user", "metadata", "store", "service_tier", "safety_identifier"
 """Fields that change no answer."""
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
-    "logit_bias": ({},),
     "suffix": ("",),
     "tools": ([],),
     "tool_choice": ("none",),
@@ -94,7 +93,7 @@ _TYPES: dict[str, tuple[Any, str]] = {
     "stop_token_ids": (int, "a list of token ids"),
 }
 """Those that are not any number."""
-_COMMON = _SAMPLING | {"model", "stream", "stream_options", "return_token_ids"}
+_COMMON = _SAMPLING | {"logit_bias", "model", "stream", "stream_options", "return_token_ids"}
 _CHAT_FIELDS = _COMMON | {"messages", "top_logprobs", "max_completion_tokens", "response_format"}
 _COMPLETION_FIELDS = _COMMON | {"prompt", "echo"}
 
@@ -632,12 +631,23 @@ def _sampling(body: Mapping[str, Any], *, chat: bool) -> Sampling:
         _check_type(name, value)
     for name in ("stop", "stop_token_ids"):
         values[name] = tuple(values.get(name, ()))
+    values["logit_bias"] = _logit_bias(body.get("logit_bias") or {})
     if values.get("top_k") == -1:  # vLLM's word for the whole vocabulary
         values["top_k"] = 0
     try:
         return Sampling(**values)
     except (TypeError, ValueError) as error:
         raise _BadRequest(str(error)) from None
+
+
+def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
+    try:
+        bias = tuple((int(token), float(number)) for token, number in value.items())
+    except (AttributeError, TypeError, ValueError):
+        bias = ((-1, 0.0),)
+    if any(token < 0 or not -100 <= number <= 100 for token, number in bias):
+        raise _BadRequest(f"logit_bias must map token ids to numbers in [-100, 100], got {value!r}", param="logit_bias")
+    return bias
 
 
 def _check_type(name: str, value: Any) -> None:

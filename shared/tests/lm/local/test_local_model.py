@@ -406,3 +406,17 @@ def test_coroutines_give_what_calls_give(build, tokenizer):
 
     with LocalModel(build("llama"), tokenizer) as local:
         assert asyncio.run(_all(local)) == [local.complete("the cat", Sampling(seed=i, max_tokens=5)) for i in range(6)]
+
+
+def test_a_biased_token_is_forbidden_or_forced(tiny_vocabulary):
+    local = LocalModel(tiny_vocabulary.model, tiny_vocabulary.tokenizer, eos_token_ids=[])
+    greedy = Sampling(temperature=0, max_tokens=1)
+    ask = [tiny_vocabulary.prompt] * 3
+    (free,) = local.complete(tiny_vocabulary.prompt, greedy)[0].token_ids
+    forced = (free + 1) % 8
+    settings = [Sampling(**{**vars(greedy), "logit_bias": b}) for b in ((), ((free, -np.inf),), ((forced, 1e4),))]
+    first, second, third = [answer.token_ids[0] for (answer,) in local.complete_many(ask, settings)]
+    assert (first, third) == (free, forced)
+    assert second != free
+    with pytest.raises(ValueError, match="logit_bias must be"):
+        Sampling(logit_bias=((1, float("nan")),))

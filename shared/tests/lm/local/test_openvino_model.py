@@ -313,3 +313,31 @@ class TestSmolLM2:
         from scipy.stats import chisquare
 
         assert chisquare(observed, wanted).pvalue > 1e-3
+
+
+def test_a_stream_gives_what_a_batch_gives_and_takes_no_more_than_it_can_have_under_way(tiny_folder):
+    model = OpenVINOModel(tiny_folder, name="tiny", batch_size=4)
+    requests = [([3 + i % 3, 4], Sampling(seed=i, max_tokens=1 + i % 7, n=1 + i % 2)) for i in range(30)]
+    taken = []
+
+    def watched():
+        for i, request in enumerate(requests):
+            taken.append(i)
+            yield request
+
+    stream = model.complete_each(watched())
+    seen = [next(stream)]
+    assert len(taken) < 12
+    seen += stream
+    assert sorted(place for place, _ in seen) == list(range(30))
+    expected = model.complete_many([prompt for prompt, _ in requests], [sampling for _, sampling in requests])
+    ids = {place: [answer.token_ids for answer in answers] for place, answers in seen}
+    assert [ids[i] for i in range(30)] == [[answer.token_ids for answer in answers] for answers in expected]
+
+
+def test_a_stream_may_be_left(tiny):
+    expected = tiny.complete("w3", GREEDY)
+    stream = tiny.complete_each((f"w{3 + i % 3}", Sampling(seed=i, max_tokens=4 + i)) for i in range(20))
+    next(stream)
+    stream.close()
+    assert tiny.complete("w3", GREEDY) == expected
