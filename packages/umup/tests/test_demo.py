@@ -1,50 +1,65 @@
-"""The demo's parts, quickly, and the long evidence run (slow)."""
+"""The demo's parts, quickly. The long runs are in test_evidence.py."""
 
-import multiprocessing
-import os
-from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
 from chapbook_shared.progress import Progress
 from umup.bytelm import build, optimizer_for, text_bytes, train
-from umup.demo import COLUMNS, best_lr, evidence, rows, transfer_cost
-from umup.tuning import log2grid
+from umup.demo import COLUMNS, best_lr, evidence, rows, spread, transfer_costs
 
-CURVES = {
-    "SP": {"width 32": {0.25: 2.0, 0.5: 1.0}, "width 128": {0.25: 0.5, 0.5: 0.9}},
-    "u-muP": {"width 32": {1.0: 1.0, 2.0: 1.5}, "width 128": {1.0: 0.8, 2.0: 1.0}},
+LOSSES = {
+    "SP": {"width 32": {0.25: [2.0, 2.2], 0.5: [1.0, 1.2]}, "width 128": {0.25: [0.5, 0.7], 0.5: [0.8, 1.2]}},
+    "u-muP": {"width 32": {1.0: [1.0], 2.0: [1.5]}, "width 128": {1.0: [0.8], 2.0: [1.0]}},
 }
 
 
 def test_cost_of_transfer_by_hand():
-    assert best_lr(CURVES["SP"]["width 32"]) == 0.5
-    assert transfer_cost(CURVES["SP"], "width 32", "width 128") == pytest.approx(0.4)
-    table = rows(CURVES, "width 32", "width 128")
+    assert best_lr(LOSSES["SP"]["width 32"]) == 0.5
+    assert transfer_costs(LOSSES["SP"], "width 32", "width 128") == pytest.approx([0.3, 0.5])
+    table = rows(LOSSES, "width 32", "width 128")
     assert len(table[0]) == len(COLUMNS)
-    assert table[0] == ["SP", "2^-1", "2^-2", 1.0, 0.9, 0.4]
-    assert table[1][-1] == 0
+    assert table[0] == ["SP", 2, "2^-1", "2^-2", "1.100 \u00b1 0.141", "1.000 \u00b1 0.283", "0.400 \u00b1 0.141"]
+    assert table[1][-1] == "0.000"
+    assert spread([1.0, float("inf")]) == "inf"
 
 
-def test_evidence_averages_over_seeds_and_covers_the_grid():
+def test_evidence_covers_the_grid_and_goes_on_where_it_stopped(tmp_path):
     threads = torch.get_num_threads()
+    progress = Recorder()
+    options = {
+        "settings": {"a": {"scheme": "umup"}, "b": {"scheme": "mup"}},
+        "sizes": {"w16": {"width": 16, "depth": 1}},
+        "lrs": {"a": [0.5, 1.0], "b": [0.01]},
+        "seeds": {"a": [0, 1], "b": [0]},
+        "steps": 2,
+        "store": tmp_path / "runs.sqlite",
+    }
     try:
         with ThreadPoolExecutor(1) as pool:
-            curves = evidence(
-                pool,
-                Progress(enabled=False),
-                settings={"a": {"scheme": "umup"}, "b": {"scheme": "mup"}},
-                seeds={"a": [0, 1], "b": [0]},
-                sizes={"w16": {"width": 16, "depth": 1}},
-                lrs={"umup": [0.5, 1.0], "mup": [0.01]},
-                steps=2,
-            )
+            losses = evidence(pool, progress, **options)
+            assert evidence(pool, progress, **options) == losses
+            more = evidence(pool, progress, **options | {"seeds": {"a": [0, 1, 2], "b": [0]}})
     finally:
         torch.set_num_threads(threads)
-    assert set(curves["a"]["w16"]) == {0.5, 1.0}
+    assert progress.totals == [5, 0, 2]
+    assert more["a"]["w16"][0.5][:2] == losses["a"]["w16"][0.5]
     each = [train("umup", 16, 0.5, depth=1, steps=2, seed=s) for s in (0, 1)]
-    assert curves["a"]["w16"][0.5] == pytest.approx(sum(each) / 2, rel=1e-4)
+    assert losses["a"]["w16"][0.5] == pytest.approx(each, rel=1e-4)
+    assert set(losses["b"]["w16"]) == {0.01}
+
+
+class Recorder(Progress):
+    """Silent; remembers how many runs each call had to do."""
+
+    def __init__(self):
+        super().__init__(enabled=False)
+        self.totals = []
+
+    def task(self, description, total=None):
+        self.totals.append(total)
+        return super().task(description, total=total)
 
 
 @pytest.mark.parametrize("scheme", ["sp", "mup", "umup"])
@@ -86,49 +101,3 @@ def test_text_is_seven_bit_and_missing_text_is_named(tmp_path):
         build("umup", 32, alpha_foo=1.0)
     with pytest.raises(ValueError, match="multipliers of u-muP"):
         build("sp", 32, alpha_res=1.0)
-
-
-def transfer(settings, seeds, sizes, lrs, steps):
-    jobs = min(os.cpu_count() or 1, 8)
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        curves = evidence(
-            pool,
-            Progress(enabled=False),
-            settings=settings,
-            seeds=dict.fromkeys(settings, seeds),
-            sizes=sizes,
-            lrs=lrs,
-            steps=steps,
-        )
-    proxy, target = next(iter(sizes)), list(sizes)[-1]
-    for row in rows(curves, proxy, target):
-        print(row)
-    return {label: transfer_cost(c, proxy, target) for label, c in curves.items()}
-
-
-SETTINGS = {"SP": {"scheme": "sp"}, "u-muP": {"scheme": "umup", "alpha_res": 0.25}}
-
-
-@pytest.mark.slow
-def test_learning_rates_transfer_across_width():
-    cost = transfer(
-        SETTINGS | {"muP": {"scheme": "mup"}, "u-muP, all ones": {"scheme": "umup"}},
-        [0, 1, 2],
-        {"width 32": {"width": 32}, "width 128": {"width": 128}},
-        {"sp": log2grid(-8, -4), "mup": log2grid(-8, -4), "umup": log2grid(-2, 2)},
-        150,
-    )
-    assert cost["u-muP"] <= 0.03
-    assert cost["SP"] > cost["u-muP"] + 0.05
-
-
-@pytest.mark.slow
-def test_learning_rates_transfer_across_depth():
-    cost = transfer(
-        SETTINGS,
-        [0, 1, 2],
-        {"depth 2": {"width": 32, "depth": 2}, "depth 8": {"width": 32, "depth": 8}},
-        {"sp": log2grid(-8, -4), "umup": log2grid(-2, 2)},
-        150,
-    )
-    assert cost["u-muP"] <= 0.05

@@ -8,16 +8,19 @@ the proxy. `evidence` is the same at any size; the README has its long run.
 from __future__ import annotations
 
 import functools
+import json
 import math
 import multiprocessing
+import statistics
 import tempfile
 from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from chapbook_shared.jobs import Store
 from chapbook_shared.progress import Progress
 from chapbook_shared.report import Report
 from umup.bytelm import batches, build, text_bytes, train
@@ -25,10 +28,10 @@ from umup.precision import simulate_fp8
 from umup.tracking import scale_report
 from umup.tuning import log2grid, sweep
 
-Curve = dict[float, float]
-Curves = dict[str, dict[str, Curve]]
+LRS = {"sp": log2grid(-8, -4), "mup": log2grid(-8, -4), "umup": log2grid(-1, 2)}
 
-LRS = {"sp": log2grid(-8, -5), "mup": log2grid(-8, -5), "umup": log2grid(-1, 2)}
+Losses = dict[str, dict[str, dict[float, list[float]]]]  # setting -> size -> lr -> loss of each seed
+Curve = dict[float, float]
 
 
 def run(params: Mapping[str, Any]) -> float:
@@ -42,62 +45,78 @@ def evidence(
     progress: Progress,
     *,
     settings: Mapping[str, Mapping[str, Any]],
-    seeds: Mapping[str, Sequence[int]],
     sizes: Mapping[str, Mapping[str, int]],
     lrs: Mapping[str, Sequence[float]],
+    seeds: Mapping[str, Sequence[int]],
     steps: int,
-) -> Curves:
-    """Mean loss over seeds of every setting (label -> arguments of `train`), size (label -> width, depth) and lr."""
-    jobs = [
-        (label, size, lr, {**settings[label], **sizes[size], "lr": lr, "steps": steps, "seed": seed})
-        for label in settings
-        for size in sizes
-        for lr in lrs[settings[label]["scheme"]]
-        for seed in seeds[label]
-    ]
-    found: dict[tuple[str, str, float], list[float]] = {}
+    store: str | Path,
+) -> Losses:
+    """Final losses of every setting (label -> arguments of `train`), size (label -> width, depth), lr and seed.
+
+    `lrs` and `seeds` are by setting. Finished runs are kept in `store`, so that what was interrupted goes on.
+    """
+    cells = [(label, size, lr, seed) for label in settings for size in sizes for lr in lrs[label] for seed in seeds[label]]
+    params = {
+        cell: {**settings[cell[0]], **sizes[cell[1]], "lr": cell[2], "steps": steps, "seed": cell[3]} for cell in cells
+    }
+    keys = {cell: json.dumps(params[cell], sort_keys=True) for cell in cells}
     # Longest first, so that no core waits for a last long run.
-    jobs.sort(key=lambda job: -job[3]["width"] * job[3].get("depth", 2))
-    with progress.task("training", total=len(jobs)) as task:
-        for (label, size, lr, _), loss in zip(jobs, pool.map(run, [job[3] for job in jobs]), strict=True):
-            found.setdefault((label, size, lr), []).append(loss)
-            task.advance()
-    curves: Curves = {label: {size: {} for size in sizes} for label in settings}
-    for (label, size, lr), losses in sorted(found.items(), key=lambda item: item[0][2]):
-        curves[label][size][lr] = sum(losses) / len(losses)
-    return curves
+    cells.sort(key=lambda cell: -params[cell]["width"] * params[cell].get("depth", 2))
+    with Store(store) as runs:
+        missing = set(runs.missing(dict.fromkeys(keys.values())))
+        todo = {keys[cell]: params[cell] for cell in cells if keys[cell] in missing}
+        futures = {pool.submit(run, arguments): key for key, arguments in todo.items()}
+        with progress.task("training", total=len(futures)) as task:
+            for future in as_completed(futures):
+                runs.put(futures[future], {"loss": future.result()})
+                task.advance()
+        losses: Losses = {label: {size: {lr: [] for lr in lrs[label]} for size in sizes} for label in settings}
+        for label, size, lr, seed in sorted(cells):
+            losses[label][size][lr].append(runs.get(keys[label, size, lr, seed])["loss"])
+    return losses
 
 
-def best_lr(curve: Curve) -> float:
-    """The learning rate with the least loss."""
+def mean_curve(losses: Mapping[float, Sequence[float]]) -> Curve:
+    """Loss against lr, the mean over seeds."""
+    return {lr: statistics.fmean(each) for lr, each in losses.items()}
+
+
+def best_lr(losses: Mapping[float, Sequence[float]]) -> float:
+    """The learning rate with the least mean loss."""
+    curve = mean_curve(losses)
     return min(curve, key=lambda lr: curve[lr])
 
 
-def transfer_cost(sizes: Mapping[str, Curve], proxy: str, target: str) -> float:
-    """Loss at the target with the proxy's best lr, minus the target's own best, in nats."""
-    return sizes[target][best_lr(sizes[proxy])] - min(sizes[target].values())
+def transfer_costs(sizes: Mapping[str, Mapping[float, Sequence[float]]], proxy: str, target: str) -> list[float]:
+    """Seed by seed: loss at the target with the proxy's best lr, minus that with the target's own best, in nats."""
+    ours, best = sizes[target][best_lr(sizes[proxy])], sizes[target][best_lr(sizes[target])]
+    return [a - b for a, b in zip(ours, best, strict=True)]
+
+
+def spread(values: Sequence[float]) -> str:
+    """Mean and standard deviation."""
+    mean = statistics.fmean(values)
+    if len(values) < 2 or not math.isfinite(mean):
+        return f"{mean:.3f}"
+    return f"{mean:.3f} \u00b1 {statistics.stdev(values):.3f}"
 
 
 def _power(lr: float) -> str:
     return f"2^{round(math.log2(lr))}"
 
 
-def rows(curves: Curves, proxy: str, target: str) -> list[list[Any]]:
-    """Per setting: best lr at each size, losses there and the cost of transfer."""
-    return [
-        [
-            label,
-            _power(best_lr(sizes[proxy])),
-            _power(best_lr(sizes[target])),
-            round(min(sizes[proxy].values()), 3),
-            round(sizes[target][best_lr(sizes[proxy])], 3),
-            round(transfer_cost(sizes, proxy, target), 3),
-        ]
-        for label, sizes in curves.items()
-    ]
+COLUMNS = ["scheme", "seeds", "best lr, proxy", "best lr, target", "loss, proxy", "target at proxy's lr", "cost of transfer"]
 
 
-COLUMNS = ["scheme", "best lr, proxy", "best lr, target", "loss, proxy", "target at proxy's lr", "cost of transfer"]
+def rows(losses: Losses, proxy: str, target: str) -> list[list[Any]]:
+    """A table with `COLUMNS`, one row per setting; losses are mean \u00b1 standard deviation over seeds."""
+    table: list[list[Any]] = []
+    for label, sizes in losses.items():
+        lr, own = best_lr(sizes[proxy]), best_lr(sizes[target])
+        cost = spread(transfer_costs(sizes, proxy, target))
+        at_proxy, at_target = sizes[proxy][lr], sizes[target][lr]
+        table.append([label, len(at_target), _power(lr), _power(own), spread(at_proxy), spread(at_target), cost])
+    return table
 
 
 def _underflow(scheme: str, ids: torch.Tensor) -> float:
@@ -121,19 +140,21 @@ def demo(*, seed: int, progress: Progress) -> Report:
     report = Report("umup", method="u-muP", baseline="standard parametrization (SP), muP", seed=seed)
     steps, small, large = 60, 32, 128
     proxy, target = f"width {small}", f"width {large}"
-    with ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool:
-        with tempfile.TemporaryDirectory() as folder:
-            tuned = sweep(
-                functools.partial(train, "umup", small),
-                lrs=LRS["umup"],
-                alphas={"alpha_res": [0.125, 0.25, 0.5, 2.0]},
-                fixed={"steps": steps},
-                seeds=[seed],
-                store=Path(folder) / "proxy.sqlite",
-                jobs=2,
-                pool=pool,
-                progress=progress,
-            )
+    with (
+        ProcessPoolExecutor(2, mp_context=multiprocessing.get_context("spawn")) as pool,
+        tempfile.TemporaryDirectory() as folder,
+    ):
+        tuned = sweep(
+            functools.partial(train, "umup", small),
+            lrs=LRS["umup"],
+            alphas={"alpha_res": log2grid(-5, -1)},
+            fixed={"steps": steps},
+            seeds=[seed],
+            store=Path(folder) / "proxy.sqlite",
+            jobs=2,
+            pool=pool,
+            progress=progress,
+        )
         alpha_res = min(tuned.line("alpha_res"), key=lambda point: point[1])[0]
         settings: dict[str, dict[str, Any]] = {
             "SP": {"scheme": "sp"},
@@ -141,33 +162,36 @@ def demo(*, seed: int, progress: Progress) -> Report:
             "u-muP, all ones": {"scheme": "umup"},
             "u-muP": {"scheme": "umup", "alpha_res": alpha_res},
         }
-        curves = evidence(
+        three = [seed, seed + 1, seed + 2]
+        losses = evidence(
             pool,
             progress,
             settings=settings,
-            seeds={"SP": [seed, seed + 1], "muP": [seed], "u-muP, all ones": [seed], "u-muP": [seed, seed + 1]},
             sizes={proxy: {"width": small}, target: {"width": large}},
-            lrs=LRS,
+            lrs={label: LRS[setting["scheme"]] for label, setting in settings.items()},
+            seeds={"SP": three, "muP": [seed], "u-muP, all ones": [seed], "u-muP": three},
             steps=steps,
+            store=Path(folder) / "transfer.sqlite",
         )
-        lr = best_lr(curves["u-muP"][proxy])
+        curves = {label: {size: mean_curve(c) for size, c in sizes.items()} for label, sizes in losses.items()}
+        lr = best_lr(losses["u-muP"][proxy])
         low = list(
             pool.map(
                 run,
                 [
                     {**settings[label], "width": 64, "lr": rate, "steps": steps, "seed": seed, "fp8_options": options}
-                    for label, rate in (("u-muP", lr), ("SP", best_lr(curves["SP"][proxy])))
+                    for label, rate in (("u-muP", lr), ("SP", best_lr(losses["SP"][proxy])))
                     for options in (None, {"backend": "simulate", "plain": True})
                 ],
             )
         )
-    report.table("Learning-rate transfer (losses in nats)", COLUMNS, rows(curves, proxy, target))
+    report.table("Learning-rate transfer (losses in nats)", COLUMNS, rows(losses, proxy, target))
     report.figure(
         "Loss against learning rate",
         plot_lr_curves(curves),
         caption="Stars: best points. Under u-muP the star should not move with width.",
     )
-    cost = {label: transfer_cost(sizes, proxy, target) for label, sizes in curves.items()}
+    cost = {label: statistics.fmean(transfer_costs(sizes, proxy, target)) for label, sizes in losses.items()}
     report.claim(
         "The proxy's learning rate is near-optimal on the wide model under u-muP",
         expected="costs at most 0.03 nats",
@@ -177,9 +201,9 @@ def demo(*, seed: int, progress: Progress) -> Report:
     report.claim(
         "SP's best learning rate falls as width grows, so that transfer costs more than under u-muP",
         expected="a lower best lr and a larger cost",
-        measured=f"best {_power(best_lr(curves['SP'][proxy]))} -> {_power(best_lr(curves['SP'][target]))},"
+        measured=f"best {_power(best_lr(losses['SP'][proxy]))} -> {_power(best_lr(losses['SP'][target]))},"
         f" cost {cost['SP']:.3f} nats",
-        holds=best_lr(curves["SP"][target]) < best_lr(curves["SP"][proxy]) and cost["SP"] > cost["u-muP"],
+        holds=best_lr(losses["SP"][target]) < best_lr(losses["SP"][proxy]) and cost["SP"] > cost["u-muP"],
     )
     wide, narrow = curves["u-muP"][target][lr], curves["u-muP"][proxy][lr]
     report.claim(
@@ -189,7 +213,7 @@ def demo(*, seed: int, progress: Progress) -> Report:
         holds=wide < narrow,
         within_scale=False,  # turns with the length of so short a run: 45 steps gave the opposite
     )
-    at_target = {label: sizes[target][best_lr(sizes[proxy])] for label, sizes in curves.items()}
+    at_target = {label: curves[label][target][best_lr(sizes[proxy])] for label, sizes in losses.items()}
     report.claim(
         "After transfer u-muP's loss is at most muP's",
         expected="u-muP <= muP",
@@ -237,7 +261,7 @@ def demo(*, seed: int, progress: Progress) -> Report:
         holds=under["u-muP"] < 0.5 * under["SP"],
     )
     report.note(
-        f"{steps} steps of 8 x 64 bytes of Python sources, 2 layers. u-muP and SP: two seeds; the others one. The paper trains"
+        f"{steps} steps of 8 x 64 bytes of Python sources, 2 layers. u-muP and SP: three seeds; the others one. The paper trains"
         " 8192 steps and more; in so short a run the all-ones default starts with residual branches that are large against"
         " what training adds, which the sweep of alpha_res repairs. The README has a longer run with three seeds."
     )

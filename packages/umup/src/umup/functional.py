@@ -313,9 +313,44 @@ def silu_glu_scale(mult: float = 1.0) -> float:
     return log_interpolate(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
 
 
+def _scaled_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
+    """`factor * a * b` in one pass over memory."""
+    return torch.addcmul(a.new_zeros(()), a, b, value=factor)
+
+
+class _SiluGlu(torch.autograd.Function):
+    """`s x act` with act = silu(mult gate) / mult, the factor inside the products: as many passes as without it."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(x: Any, gate: Any, s: Any, mult: Any) -> Any:
+        act = F.silu(gate) if mult == 1 else F.silu(gate * mult) / mult
+        return _scaled_product(x, act, s), act
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, gate, ctx.s, ctx.mult = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(x, gate, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: Any, _: Any) -> Any:
+        x, gate, act = ctx.saved_tensors
+        if grad is None:
+            return None, None, None, None
+        inner = gate if ctx.mult == 1 else gate * ctx.mult
+        grad_gate = torch.ops.aten.silu_backward(_scaled_product(grad, x, ctx.s), inner)
+        return _scaled_product(grad, act, ctx.s), grad_gate, None, None
+
+
 def silu_glu(x: Float[Tensor, "*shape"], gate: Float[Tensor, "*shape"], mult: float = 1.0) -> Float[Tensor, "*shape"]:
     """Unit-scaled SwiGLU `x gate sigmoid(mult gate)` (alpha_ffn-act = mult)."""
-    return x * (_silu(gate, mult) * silu_glu_scale(mult))
+    if x.shape != gate.shape:
+        raise ValueError(f"silu_glu: x and gate must have one shape, got {tuple(x.shape)} and {tuple(gate.shape)}")
+    dtype = torch.promote_types(x.dtype, gate.dtype)
+    return _SiluGlu.apply(x.to(dtype), gate.to(dtype), silu_glu_scale(mult), mult)[0]
 
 
 def softmax(
