@@ -230,6 +230,19 @@ def test_an_empty_store_exports_empty_files(path, tmp_path):
     assert pq.read_table(tmp_path / "out.parquet").num_rows == 0
 
 
+def test_a_store_is_not_exported_over_itself(path):
+    link = path.with_name("link")
+    link.symlink_to(path)
+    with Store(path) as store:
+        store.put("a", {"x": 1})
+        for target in (path, link, str(path.parent / "." / path.name)):
+            for export in (store.export_jsonl, store.export_parquet):
+                with pytest.raises(ValueError, match="is the store itself"):
+                    export(target)
+    with Store(path) as store:
+        assert len(store) == 1
+
+
 def test_threads_may_share_a_store(path):
     with Store(path) as store:
         workers = [

@@ -1,12 +1,17 @@
 """`chapbook new`: what it writes passes, where it cannot write it says so and writes nothing."""
 
+import subprocess
+import sys
 import tomllib
+from pathlib import Path
 
 import pytest
 
 from chapbook.checks.run import READING
 from chapbook.scaffold import create, with_member
 from chapbook.workspace import UsageError
+
+ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.parametrize("check", READING)
@@ -20,6 +25,15 @@ def test_the_command_says_what_it_wrote(chapbook, workspace):
     assert "wrote packages/my-second/src/my_second/__init__.py" in done.err
     assert (workspace.root / "packages" / "my-second" / "LICENSE").read_text() == "the licence\n"
     assert chapbook("check", "my-second", "--quick", cwd=workspace.root).code == 0
+
+
+@pytest.mark.parametrize("dist", ["a", "zz-top", "a-very-long-name-of-a-package-with-a-dozen-words"])
+def test_a_new_package_is_linted_and_formatted_whatever_its_name(workspace, dist):
+    create(workspace, dist)
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", f"packages/{dist}"]
+        done = subprocess.run(ruff, cwd=workspace.root, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 def test_the_root_lists_the_package_in_order(workspace):
@@ -45,6 +59,7 @@ def test_sources_at_the_end_of_the_file_and_comments_are_kept():
         ("../evil", "lower-case words"),
         ("demo-pkg", "there is a demo-pkg already"),
         ("json", "standard library"),
+        ("class", "a word of the Python language"),
         ("numpy", "another installed library"),
     ],
 )

@@ -150,6 +150,7 @@ class Store:
         Python's `json` reads them back exactly: any Unicode string, integers of any size, every float (NaN and the infinities as
         `NaN`, `Infinity`, `-Infinity`).
         """
+        self._refuse_itself(path)
         count = 0
         with atomic_write(path) as file:
             for _, record in self.items(prefix):
@@ -168,6 +169,7 @@ class Store:
         """
         from .validate import import_extra
 
+        self._refuse_itself(path)
         pa = import_extra("pyarrow", "chapbook-shared[parquet]")
         pq = import_extra("pyarrow.parquet", "chapbook-shared[parquet]")
         records = [record for _, record in self.items(prefix)]
@@ -198,6 +200,10 @@ class Store:
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
         self.close()
+
+    def _refuse_itself(self, path: str | Path) -> None:
+        if os.path.realpath(path) == str(self._file):
+            raise ValueError(f"{path} is the store itself: export to another path")
 
     def _open(self) -> sqlite3.Connection:
         if self.read_only:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import re
 import sys
 import tomllib
@@ -26,6 +27,8 @@ def check_name(dist: str, workspace: Workspace) -> None:
         raise UsageError(f"there is a {dist} already")
     if (workspace.root / "packages" / dist).exists():
         raise UsageError(f"the folder packages/{dist} exists already")
+    if keyword.iskeyword(import_name):
+        raise UsageError(f"{import_name} is a word of the Python language: choose another name")
     if import_name in sys.stdlib_module_names:
         raise UsageError(f"{import_name} is a module of the standard library: choose another name")
     if import_name in distributions() or find_spec(import_name) is not None:
@@ -41,6 +44,7 @@ def create(workspace: Workspace, dist: str) -> list[Path]:
         loader=PackageLoader("chapbook", TEMPLATES),
         undefined=StrictUndefined,
         keep_trailing_newline=True,
+        trim_blocks=True,
         autoescape=False,  # the templates are Markdown, TOML and Python
     )
     import_name = dist.replace("-", "_")
