@@ -1,4 +1,7 @@
-"""Pack OUT/*.jsonl of `sample_smollm2.py` into the package's data: python evidence/pack.py OUT"""
+"""Pack OUT/*.jsonl of `sample_smollm2.py` into the package's data: python evidence/pack.py OUT
+
+A variant that is not in OUT keeps the samples packed before.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +17,7 @@ KEPT = ("prompt_id", "completion", "codepoints", "error", "finish_reason", "usag
 
 
 def pack(folder: Path) -> int:
+    packed = gzip.decompress(TARGET.read_bytes()).decode("utf-8").splitlines() if TARGET.exists() else []
     lines = []
     for variant in VARIANTS:
         path = folder / f"{variant}.jsonl"
@@ -22,6 +26,8 @@ def pack(folder: Path) -> int:
                 row = json.loads(line)
                 kept = {k: row[k] for k in KEPT if k in row}
                 lines.append(json.dumps({"variant": variant, **kept}, ensure_ascii=False))
+        else:
+            lines += [line for line in packed if json.loads(line)["variant"] == variant]
     # No time stamp: the same samples give the same bytes.
     TARGET.write_bytes(gzip.compress(("\n".join(lines) + "\n").encode("utf-8"), mtime=0))
     return len(lines)

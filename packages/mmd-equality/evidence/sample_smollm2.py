@@ -37,6 +37,7 @@ CHOSEN = {
     "questions": ("moon-far", "history-salt"),
 }
 PER_PROMPT, TOKENS = 40, 24
+TWICE = ("reference", "llama_cpp", "openvino_gguf", "openvino_ir")  # what each engine pair is compared at too
 VARIANTS = (
     "reference", "second_seed", "temperature_0.7", "temperature_1.3", "rounded_8", "rounded_4", "rounded_3", "watermark",
     "fine_tuned", "llama_cpp", "openvino_gguf", "openvino_ir",
@@ -132,7 +133,7 @@ def variant_model(name: str, base: LocalModel) -> Iterator[Any]:
     elif name == "llama_cpp":
         from chapbook_shared.local_models import smollm2_gguf
 
-        with LlamaCpp(smollm2_gguf(), context=512) as model:
+        with LlamaCpp(smollm2_gguf(), context=512, threads=int(os.environ.get("OMP_NUM_THREADS", "2"))) as model:
             yield model
     elif name == "openvino_gguf":
         from openvino_reader import GgufReader
@@ -155,7 +156,7 @@ def draw(name: str, out: Path, *, per_prompt: int = PER_PROMPT, base: LocalModel
         report = sample(
             model,
             prompts(),
-            n=2 * per_prompt if name == "reference" else per_prompt,
+            n=2 * per_prompt if name in TWICE else per_prompt,
             out=out / f"{name}.jsonl",
             sampling=Sampling(temperature=temperature, max_tokens=TOKENS),
             verb="chat",

@@ -152,3 +152,48 @@ def test_importing_the_core_is_light():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_what_cannot_work_is_said_before_any_work(files, tmp_path):
+    pair = ("test", files["ref"], files["same"])
+    for options, message in (
+        (("--json", tmp_path), "cannot write"),
+        (("--json", tmp_path / "no" / "out.json"), "cannot write"),
+        (("--audit-id", "a"), "--audit-id needs a file"),
+        (("--max-length", "0"), "max_length must be >= 1"),
+        (("--max-length", "9999999999"), "pass a smaller max_length"),
+        (("--min-effect", "nan"), "distortion must be an MMD"),
+    ):
+        result = run(*pair, *options)
+        assert result.exit_code == 2, options
+        assert message in result.output
+        assert result.output.count("\n") == 1
+    assert run("plan", files["ref"], files["ref"]).exit_code == 2
+    assert run("plan", files["ref"], files["same"], "--price-in", "-1").exit_code == 2
+    assert run("sample", "--prompts", "questions", "--out", "x", "--gguf", "x", "--n", "0", "--dry-run").exit_code == 2
+
+
+def test_a_half_result_and_a_config_without_files_are_refused(tmp_path):
+    for text in ('{"kind": "test"}', '{"kind": "audit", "rows": [1]}', '{"kind": "plan", "rows": null}'):
+        (tmp_path / "r.json").write_text(text, encoding="utf-8")
+        result = run("report", tmp_path / "r.json")
+        assert result.exit_code == 2
+        assert "not a whole result" in result.output
+    (tmp_path / "a.toml").write_text('[references]\na = 3\n[endpoints]\nb = "y.jsonl"\n', encoding="utf-8")
+    assert "[references] must name files" in run("audit", tmp_path / "a.toml").output
+
+
+def test_the_help_of_audit_names_its_tables():
+    assert "references and endpoints" in " ".join(run("audit", "--help").output.replace("\u2502", " ").split())
+
+
+def test_a_page_of_an_audit_begins_with_the_answer_and_keeps_its_figures_apart(source, tmp_path):
+    from mmd_equality import audit
+
+    bags = {"a/b": source(10, m=2, seed=2), "a b": source(10, m=2, seed=3), "x" * 300: source(10, m=2, seed=4)}
+    document = json.loads(audit({"r": source(10, m=2, seed=1)}, bags, n_permutations=999, alpha=0.05).to_json())
+    page = render_html(document)
+    assert page.index("<h2>Verdicts") < page.index("<img")
+    markdown = render_markdown(document, figures=tmp_path / "figures")
+    assert markdown.index("## Verdicts") < markdown.index("![")
+    assert len(list((tmp_path / "figures").glob("*.svg"))) == 9

@@ -197,3 +197,56 @@ def test_sequential_looks_keep_the_level(source):
         plan.run(source(12, seed=2 * repeat), source(12, seed=2 * repeat + 1), n_permutations=99, random_state=repeat)
         rejections += plan.rejected
     assert rejections <= 26  # 150 x 0.1 and three binomial standard deviations
+
+
+@pytest.mark.parametrize("bad", [[float("nan"), 0.1], [2.0], [-0.1]])
+def test_a_vote_over_something_else_is_refused(bad):
+    with pytest.raises(ValueError, match="pvalues must be a flat sequence"):
+        vote_pvalue(bad)
+
+
+def test_a_repeat_counts_only_if_every_reference_is_rejected_in_it(source):
+    e, one, two = source(60, seed=1), source(60, seed=2), source(60, seed=3)
+    odd = source(30, shift=1.0, seed=4)
+    halves = [bag.parts(2) for bag in (one, two)]
+
+    def joined(a, b):
+        return Samples([*a.prompt_ids, *b.prompt_ids], [*a.completions, *b.completions])
+
+    references = {"first half off": joined(odd, halves[0][1]), "second half off": joined(halves[1][0], odd)}
+    alone = [
+        audit({name: bag}, {"e": e}, repeats=2, n_permutations=999).rows[0].rejecting
+        for name, bag in references.items()
+    ]
+    assert alone == [0.5, 0.5]
+    assert audit(references, {"e": e}, repeats=2, n_permutations=999).rows[0].rejecting == 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"),
+    [
+        ({"distortion": float("nan")}, ValueError, "distortion must be an MMD"),
+        ({"distortion": -1.0}, ValueError, "distortion must be an MMD"),
+        ({"distortion": "a"}, TypeError, "distortion must be Samples"),
+        ({"distortion": {}}, ValueError, "distortion lacks tasks 'all'"),
+        ({"max_length": 0}, ValueError, "max_length must be >= 1"),
+        ({"n_permutations": "x"}, TypeError, "n_permutations must be an integer"),
+    ],
+)
+def test_bad_audit_options_are_named(source, change, error, message):
+    with pytest.raises(error, match=message):
+        audit({"r": source(5, seed=1)}, {"e": source(5, seed=2)}, **change)
+
+
+def test_samples_without_a_name_are_refused(source):
+    with pytest.raises(TypeError, match="references must map names to Samples, got Samples"):
+        audit(source(5), {"e": source(5, seed=2)})
+    with pytest.raises(TypeError, match=r"endpoints\['e'\] must be Samples"):
+        audit({"r": source(5)}, {"e": [1]})
+
+
+def test_a_file_that_is_no_ledger_is_named(source, tmp_path):
+    path = tmp_path / "l.json"
+    path.write_text("a\nb", encoding="utf-8")
+    with pytest.raises(ValueError, match="is not an audit ledger"):
+        audit({"r": source(5, seed=1)}, {"e": source(5, seed=2)}, ledger=path)

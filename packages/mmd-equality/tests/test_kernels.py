@@ -159,3 +159,24 @@ def test_k_must_be_a_positive_integer(k):
 def test_kernel_names():
     assert kernel_from_name("kspectrum3").name == KSpectrum(3).name
     assert kernel_from_name("all-substrings") == AllSubstrings()
+
+
+def test_a_negative_norm_is_refused():
+    with pytest.raises(ValueError, match="completion with itself is -1"):
+        Precomputed(-np.eye(3)).gram(["a", "b", "c"])
+
+
+def test_a_complex_gram_is_refused():
+    with pytest.raises(TypeError, match="real numbers, got dtype complex128"):
+        Precomputed(np.eye(3) * 1j)
+
+
+def test_a_kernel_class_in_place_of_a_kernel_is_refused():
+    with pytest.raises(TypeError, match="got Hamming"):
+        kernel_from_name(Hamming)
+
+
+def test_substring_counts_of_many_rows_are_added_in_parts(monkeypatch):
+    texts = [chr(97 + i % 7) * (1 + i % 5) + "z" for i in range(1500)]  # 1,333 rows of the product at a time
+    gram = AllSubstrings().gram(texts)
+    assert gram[::100, ::100] == pytest.approx(AllSubstrings().gram(texts[::100]), abs=1e-12)

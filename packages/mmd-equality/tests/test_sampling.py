@@ -16,6 +16,7 @@ from chapbook_shared.lm import Capabilities, Completion, Faults, RequestFailed, 
 from mmd_equality import Samples, two_sample_test
 from mmd_equality.sampling import (
     VLLM,
+    LlamaCpp,
     OpenAICompatible,
     Prompt,
     Transformers,
@@ -401,3 +402,67 @@ def test_splits_are_disjoint_and_whole(source):
 def test_from_a_dataset():
     rows_ = [{"q": "p", "text": "a"}, {"q": "p", "text": "b"}]
     assert Samples.from_dataset(rows_, prompt_column="q", completion_column="text").completions == ("a", "b")
+
+
+def test_a_filtered_first_prompt_does_not_stop_the_rest(tmp_path):
+    def chat(messages, sampling):
+        filtered = messages[0].text == "Say something."
+        return Completion("half", "content_filter" if filtered else "stop", "m")
+
+    report = sample(ScriptedModel(chat=chat, name="m"), PROMPTS, n=2, out=tmp_path / "s.jsonl")
+    assert report.samples.failures == {"a": 2}
+    assert report.samples.counts == {"b": 2}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"id": [1], "text": "x"}, "id must be a str or an int, got list"),
+        ({"id": 1, "text": 5}, "text of prompt 1 must be a str, got int"),
+        ({"id": 1, "messages": ("x",)}, "a turn of prompt 1 must be"),
+        ({"id": 1, "messages": ({"role": "user"},)}, "a turn of prompt 1 must be"),
+    ],
+)
+def test_bad_prompts_are_named(fields, message):
+    with pytest.raises(TypeError, match=message):
+        Prompt(**fields)
+
+
+def test_a_byte_order_mark_is_no_part_of_the_file(tmp_path):
+    (tmp_path / "p.jsonl").write_bytes(b'\xef\xbb\xbf{"id": 1, "prompt": "x"}\n')
+    assert load_prompts(tmp_path / "p.jsonl")[0].id == 1
+    (tmp_path / "s.jsonl").write_bytes(b'\xef\xbb\xbf{"prompt_id": 1, "completion": "x"}\n')
+    assert Samples.from_jsonl(tmp_path / "s.jsonl").completions == ("x",)
+    (tmp_path / "p.jsonl").write_bytes('{"id": 1, "prompt": "\u00e9"}'.encode("latin-1"))
+    with pytest.raises(ValueError, match="is not UTF-8"):
+        load_prompts(tmp_path / "p.jsonl")
+
+
+def test_files_that_are_not_there_are_named(tmp_path):
+    with pytest.raises(FileNotFoundError, match="no GGUF file"), LlamaCpp(tmp_path / "none.gguf"):
+        pass
+    with pytest.raises(FileNotFoundError, match="no model folder"):
+        Transformers(tmp_path / "none")
+    with pytest.raises(IsADirectoryError, match="is a folder"):
+        sample(numbered(), PROMPTS, n=2, out=tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"prompt_id": [1]}, "row 1: prompt_id must be a str or an int"),
+        ({"prompt_id": [1], "completion": None, "error": "x"}, "row 1: prompt_id must be a str or an int"),
+        ({"max_tokens": "abc"}, "row 1: max_tokens must be a number"),
+        ({"usage": {"prompt_tokens": -1}}, "row 1: prompt_tokens must be a number"),
+        ({"codepoints": [-1]}, "row 1: codepoints must be"),
+        ({"completion": 5}, "row 1: completion must be a text, got int"),
+    ],
+)
+def test_a_bad_row_is_named(fields, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        Samples.from_rows([{"prompt_id": 0, "completion": "a", **fields}])
+
+
+def test_token_ids_that_are_a_text_are_refused():
+    with pytest.raises(TypeError, match="token_ids must be a list of integers"):
+        Samples.from_rows([{"prompt_id": 0, "token_ids": "abc"}])

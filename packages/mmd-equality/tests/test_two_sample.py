@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from mmd_equality import Samples, goodness_of_fit, plan, two_sample_test
-from mmd_equality.kernels import Block, Hamming, OneHot, hamming_counts
+from mmd_equality.kernels import Block, Hamming, OneHot, Precomputed, hamming_counts
 from mmd_equality.permutation import (
     GramProblem,
     MatchProblem,
@@ -425,7 +425,10 @@ def test_per_prompt_normalisation_cannot_be_pooled(source):
         ({"n_permutations": 0}, "n_permutations must be"),
         ({"max_length": 0}, "max_length must be"),
         ({"ci_level": 1.0}, "ci_level must be"),
-        ({"prompt_weights": {}}, "prompt_weights lacks"),
+        ({"prompt_weights": {}, "normalization": "per_prompt"}, "prompt_weights lacks"),
+        ({"prompt_weights": {0: 1.0}}, "prompt_weights needs normalization='per_prompt'"),
+        ({"random_state": -1}, "random_state must be >= 0"),
+        ({"max_length": 10**9}, "pass a smaller max_length"),
     ],
 )
 def test_bad_options_are_named(source, options, message):
@@ -516,3 +519,50 @@ def test_a_plan_refuses_what_it_cannot_do(source):
         plan(x, y, n_permutations=50)
     with pytest.raises(ValueError, match="no prompt is in both"):
         plan(x, Samples(["z", "z"], [[1], [2]]))
+
+
+@pytest.mark.parametrize("factor", [1e-12, 1.0, 1e12])
+def test_the_scale_of_a_user_kernel_does_not_matter(source, factor):
+    x, y = source(10, m=2, seed=1), source(10, m=2, shift=0.3, seed=2)
+    gram = Hamming().gram(np.concatenate([x.encode(), y.encode()]), [*x.prompt_ids, *y.prompt_ids])
+    plain = two_sample_test(x, y, n_permutations=199, random_state=0)
+    scaled = two_sample_test(
+        x, y, kernel=Precomputed(gram * factor, normalize=False), n_permutations=199, random_state=0
+    )
+    assert scaled.pvalue == plain.pvalue
+    assert scaled.statistic == pytest.approx(plain.statistic * factor)
+
+
+@pytest.mark.parametrize("name", ["l2", "chi2"])
+def test_baselines_of_large_samples_do_not_overflow(name):
+    n = 70_000
+    # a: n against n / 2 of 1.5 n rows; b: 0 against n / 2.
+    gap_a, gap_b = n * n / 2, -n * n / 2
+    by_hand = {
+        "l2": (gap_a**2 + gap_b**2) / n**4,
+        "chi2": (gap_a**2 - 1.5 * n**3) / (1.5 * n) + (gap_b**2 - 0.5 * n**3) / (0.5 * n),
+    }[name]
+    x, y = Samples([0] * n, ["a"] * n), Samples([0] * n, ["a"] * (n // 2) + ["b"] * (n // 2))
+    result = two_sample_test(x, y, statistic=name, n_permutations=99, random_state=0)
+    assert result.statistic == pytest.approx(by_hand, rel=1e-12)
+    assert result.pvalue == 0.01
+
+
+def test_numpy_numbers_are_numbers(source):
+    result = two_sample_test(
+        source(5, seed=1),
+        source(5, seed=2),
+        alpha=np.float32(0.05),
+        n_permutations=np.int64(99),
+        random_state=np.int64(0),
+    )
+    assert json.loads(result.to_json())["n_draws"] == 99
+
+
+def test_one_text_is_not_a_sequence_of_completions():
+    with pytest.raises(TypeError, match="completions must be a sequence"):
+        Samples([0, 0, 0], "abc")
+    with pytest.raises(TypeError, match="prompt_ids must be a sequence"):
+        Samples("abc", ["a", "b", "c"])
+    with pytest.raises(ValueError, match="failures\\[0\\] must be >= 0"):
+        Samples([0], ["a"], failures={0: -1})

@@ -37,9 +37,8 @@ def _plain_errors(command: Callable[..., Any]) -> Callable[..., Any]:
             return command(*args, **kwargs)
         except typer.Exit:  # a RuntimeError, but how a verdict leaves
             raise
-        except (ValueError, TypeError, KeyError, OSError, ImportError, RuntimeError) as error:
-            text = str(error) if not isinstance(error, KeyError) else f"missing {error}"
-            typer.echo(f"error: {text}", err=True)
+        except (ValueError, TypeError, OSError, ImportError, RuntimeError, MemoryError) as error:
+            typer.echo(f"error: {error}", err=True)
             raise typer.Exit(2) from None
         except KeyboardInterrupt:
             typer.echo("stopped; what was finished is kept, run the same command to go on", err=True)
@@ -51,7 +50,7 @@ def _plain_errors(command: Callable[..., Any]) -> Callable[..., Any]:
 def _emit(text: str, document: dict[str, Any], target: str | None) -> None:
     from chapbook_shared.jobs import atomic_write
 
-    body = json.dumps(document, indent=1, ensure_ascii=True)
+    body = json.dumps(document, indent=1, ensure_ascii=True, allow_nan=False)
     if target == "-":
         typer.echo(body)
         return
@@ -59,6 +58,12 @@ def _emit(text: str, document: dict[str, Any], target: str | None) -> None:
     if target is not None:
         with atomic_write(target) as file:
             file.write(body + "\n")
+
+
+def _check_target(target: str | Path | None) -> None:
+    """Before any work: whether the result can be written."""
+    if target not in (None, "-") and (Path(target).is_dir() or not Path(target).absolute().parent.is_dir()):
+        raise ValueError(f"cannot write {target}: it must be a file in a folder that exists")
 
 
 @app.command()
@@ -81,6 +86,7 @@ def sample(
     ] = "openai",
     concurrency: Annotated[int, typer.Option(help="Requests under way.")] = 16,
     timeout: Annotated[float, typer.Option(help="Seconds for one try.")] = 120.0,
+    threads: Annotated[int | None, typer.Option(help="Threads of llama.cpp; default: all cores.")] = None,
     retry_failed: Annotated[
         bool, typer.Option("--retry-failed", help="Ask again for what is recorded as failed.")
     ] = False,
@@ -95,9 +101,12 @@ def sample(
 ) -> None:
     """Draw completions from a server or a local model. Run again to resume: never more than n of a prompt."""
     from chapbook_shared.lm import Sampling
+    from chapbook_shared.validate import check_int
     from mmd_equality import sampling as collect
 
     chosen = [x is not None for x in (endpoint, local, gguf)]
+    check_int("n", n, minimum=1)
+    _check_target(json_out)
     if sum(chosen) != 1:
         raise ValueError("name one source: --endpoint URL --model NAME, or --local MODEL, or --gguf FILE")
     items = collect.load_prompts(prompts)
@@ -125,7 +134,7 @@ def sample(
         }
         source = nullcontext(collect.OpenAICompatible(endpoint, model, **settings))
     elif gguf is not None:
-        source = collect.LlamaCpp(gguf, concurrency=concurrency, timeout=timeout)
+        source = collect.LlamaCpp(gguf, threads=threads, concurrency=concurrency, timeout=timeout)
     else:
         source = nullcontext(collect.Transformers(local))
     wanted = Sampling(temperature=temperature, top_p=top_p, max_tokens=max_tokens)
@@ -179,6 +188,9 @@ def compare(
 
     if _same_file(reference, endpoint):
         raise ValueError(f"{reference} and {endpoint} are the same file: a p-value would mean nothing")
+    _check_target(json_out)
+    if audit_id is not None and ledger is None and json_out in (None, "-"):
+        raise ValueError("--audit-id needs a file to remember its looks in: --ledger FILE, or --json FILE")
     x, y = (Samples.from_jsonl(path, level=_level(level)) for path in (reference, endpoint))
     book = ledger
     if book is None and json_out not in (None, "-"):
@@ -221,7 +233,10 @@ _AUDIT_KEYS = {
 @app.command()
 @_plain_errors
 def audit(
-    config: Annotated[Path, typer.Argument(help="TOML: settings, [references] and [endpoints]; see the README.")],
+    config: Annotated[
+        Path, typer.Argument(help="TOML: settings, and tables called references and endpoints; see the README.")
+    ],
+    seed: Annotated[int | None, typer.Option(help="Instead of the file's random_state.")] = None,
     json_out: Json = None,
 ) -> None:
     """Audit several endpoints at one level, as a TOML file says. Exit codes as for `test`."""
@@ -234,11 +249,18 @@ def audit(
         raise ValueError(f"{config} is not TOML: {error}") from None
 
     level = _level(settings.pop("level", None))
+    if seed is not None:
+        settings["random_state"] = seed
 
     def bags(section: Any, name: str) -> dict[str, Any]:
         if not isinstance(section, dict) or not section:
             raise ValueError(f"{config} needs a table [{name}] of name = file, or name = {{ task = file }}")
-        read = lambda path: Samples.from_jsonl(config.parent / path, level=level)  # noqa: E731
+
+        def read(path: Any) -> Samples:
+            if not isinstance(path, str):
+                raise ValueError(f"{config}: [{name}] must name files, got {path!r}")
+            return Samples.from_jsonl(config.parent / path, level=level)
+
         return {
             who: {task: read(path) for task, path in what.items()} if isinstance(what, dict) else read(what)
             for who, what in section.items()
@@ -248,15 +270,14 @@ def audit(
     distortion = settings.pop("distortion", None)
     if isinstance(distortion, (str, dict)):
         distortion = bags({"distortion": distortion}, "distortion")["distortion"]
-    target = json_out or settings.pop("out", None)
-    settings.pop("out", None)
-    book = settings.pop("ledger", None) or f"{config.stem}.ledger.json"
+    out = settings.pop("out", None)
+    target = json_out or (None if out is None else str(config.parent / str(out)))
+    _check_target(target)
+    book = str(settings.pop("ledger", None) or f"{config.stem}.ledger.json")
     unknown = sorted(set(settings) - _AUDIT_KEYS)
     if unknown:
         raise ValueError(f"{config}: unknown settings {', '.join(unknown)}; known: {', '.join(sorted(_AUDIT_KEYS))}")
     report = run_audit(references, endpoints, distortion=distortion, ledger=config.parent / book, **settings)
-    if target not in (None, "-") and json_out is None:
-        target = str(config.parent / target)
     _emit(f"{report.table()}\nverdict: {report.verdict}", report.to_dict(), target)
     raise typer.Exit(EXIT[report.verdict])
 
@@ -288,6 +309,7 @@ def plan(
     except ValueError:
         raise ValueError(f"--grid must be whole numbers with commas, got {grid!r}") from None
     x, y = (Samples.from_jsonl(path, level=_level(level)) for path in (reference, alternative))
+    _check_target(json_out)
     price = None if price_in is None and price_out is None else (price_in or 0.0, price_out or 0.0)
     found = run_plan(
         x, y, grid=sizes, power=power, alpha=alpha, kernel=kernel, max_length=max_length, n_simulations=simulations,
@@ -313,11 +335,15 @@ def report(
         raise ValueError(f"--format must be html or md, got {format!r}")
     document = load_result(result)
     target = out or result.with_suffix(f".{format}")
-    text = (
-        render_html(document)
-        if format == "html"
-        else render_markdown(document, figures=target.with_name(f"{target.stem}_figures"))
-    )
+    _check_target(target)
+    try:
+        text = (
+            render_html(document)
+            if format == "html"
+            else render_markdown(document, figures=target.with_name(f"{target.stem}_figures"))
+        )
+    except (KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{result} is not a whole result of mmd-equality: {type(error).__name__}: {error}") from None
     with atomic_write(target) as file:
         file.write(text)
     typer.echo(str(target))

@@ -52,9 +52,7 @@ def adjust_pvalues(pvalues: Sequence[float], method: str = "holm") -> NDArray[np
     false alarms among the rejections under independence or positive dependence, "by" under any dependence; "none" changes nothing.
     """
     check_choice("correction", method, CORRECTIONS)
-    p = np.asarray(pvalues, dtype=np.float64)
-    if p.ndim != 1 or not np.isfinite(p).all() or (p < 0).any() or (p > 1).any():
-        raise ValueError(f"pvalues must be a flat sequence in [0, 1], got {list(pvalues)!r}")
+    p = _checked_pvalues(pvalues)
     count = len(p)
     if method == "none" or count == 0:
         return p.copy()
@@ -72,6 +70,13 @@ def adjust_pvalues(pvalues: Sequence[float], method: str = "holm") -> NDArray[np
     return out
 
 
+def _checked_pvalues(pvalues: Sequence[float]) -> NDArray[np.float64]:
+    p = np.asarray(pvalues, dtype=np.float64)
+    if p.ndim != 1 or not np.isfinite(p).all() or (p < 0).any() or (p > 1).any():
+        raise ValueError(f"pvalues must be a flat sequence in [0, 1], got {list(pvalues)!r}")
+    return p
+
+
 def vote_pvalue(pvalues: Sequence[float], share: float = 0.5) -> float:
     """The p-value of "at least this share of the repeats reject" (the paper's audit protocol: half of ten repeats).
 
@@ -81,7 +86,7 @@ def vote_pvalue(pvalues: Sequence[float], share: float = 0.5) -> float:
     from scipy.special import betainc
 
     check_fraction("share", share)
-    p = np.sort(np.asarray(pvalues, dtype=np.float64))
+    p = np.sort(_checked_pvalues(pvalues))
     if not len(p):
         raise ValueError("pvalues is empty: give the p-value of every repeat")
     k = max(1, math.ceil(share * len(p) - 1e-9))
@@ -123,8 +128,10 @@ class SequentialAudit:
     def __post_init__(self) -> None:
         check_alpha(self.alpha)
         looks = list(self.looks)
-        if not looks or any(isinstance(n, bool) or int(n) != n or n < 2 for n in looks):
-            raise ValueError(f"looks must list completions per prompt, integers of at least 2; got {looks!r}")
+        if not looks:
+            raise ValueError(f"looks must list completions per prompt, at least 2 each; got {looks!r}")
+        for n in looks:
+            check_int("looks", n, minimum=2)
         if any(b <= a for a, b in itertools.pairwise(looks)):
             raise ValueError(f"looks must increase, got {looks!r}")
         self.looks = [int(n) for n in looks]
@@ -222,7 +229,10 @@ class Ledger:
             return self._entries
         if not self.path.exists():
             return []
-        loaded = json.loads(self.path.read_text(encoding="utf-8"))
+        try:
+            loaded = json.loads(self.path.read_text(encoding="utf-8"))
+        except ValueError as error:
+            raise ValueError(f"{self.path} is not an audit ledger: {error}") from None
         if not isinstance(loaded, dict) or not isinstance(loaded.get("looks"), list):
             raise ValueError(f"{self.path} is not an audit ledger")
         return list(loaded["looks"])
@@ -353,8 +363,11 @@ class AuditReport:
         return text
 
 
-def _tasks(bags: Bags) -> dict[Task, Samples]:
-    return {"all": bags} if isinstance(bags, Samples) else dict(bags)
+def _tasks(name: str, bags: Bags) -> dict[Task, Samples]:
+    tasks = {"all": bags} if isinstance(bags, Samples) else bags
+    if not isinstance(tasks, Mapping) or not all(isinstance(bag, Samples) for bag in tasks.values()):
+        raise TypeError(f"{name} must be Samples or a mapping of task names to Samples, got {type(bags).__name__}")
+    return dict(tasks)
 
 
 def audit(
@@ -385,8 +398,8 @@ def audit(
     composite: "any": an endpoint passes if it equals *some* reference, so its p is the largest over references, which needs no
         correction (intersection-union); "each": every reference is a line of its own.
     correction over all lines: "holm", "bonferroni", "bh", "by", "none"; alpha: the level of the whole audit.
-    repeats, vote: split the samples into so many disjoint parts, test each, and ask for this share of rejections (the paper: 10
-        and a half).
+    repeats, vote: split the samples into so many disjoint parts, test each against all references, and ask for this share of
+        rejections (the paper: 10 and a half).
     max_length: cut; None means the longest completion of a task, over all its samples, so that effects compare.
     failure_limit: a higher share of failed requests is `inconclusive`, since dropped answers bias what is left.
     distortion: an MMD^2, or samples of a distorted reference, that a passing endpoint should have been told from; if the power
@@ -398,11 +411,27 @@ def audit(
     check_choice("correction", correction, CORRECTIONS)
     check_alpha(alpha)
     check_int("repeats", repeats, minimum=1)
+    check_int("n_permutations", n_permutations, minimum=1)
+    if max_length is not None:
+        check_int("max_length", max_length, minimum=1)
     check_fraction("vote", vote)
     check_fraction("failure_limit", failure_limit)
     check_fraction("power_floor", power_floor)
     resolved = kernel_from_name(kernel)
-    reference_tasks, endpoint_tasks = ({n: _tasks(b) for n, b in side.items()} for side in (references, endpoints))
+    for name, side in (("references", references), ("endpoints", endpoints)):
+        if not isinstance(side, Mapping):
+            raise TypeError(f"{name} must map names to Samples, got {type(side).__name__}: {{'name': samples}}")
+    reference_tasks = {n: _tasks(f"references[{n!r}]", b) for n, b in references.items()}
+    endpoint_tasks = {n: _tasks(f"endpoints[{n!r}]", b) for n, b in endpoints.items()}
+    distorted: dict[Task, Samples] = {}
+    if isinstance(distortion, (int, float)):
+        if not 0 < float(distortion) < math.inf:
+            raise ValueError(f"distortion must be an MMD^2 above 0, or samples; got {distortion!r}")
+    elif distortion is not None:
+        distorted = _tasks("distortion", distortion)
+        lacking = {task for tasks in endpoint_tasks.values() for task in tasks} - set(distorted)
+        if lacking:
+            raise ValueError(f"distortion lacks tasks {', '.join(map(repr, sorted(lacking)))}")
     if not reference_tasks or not endpoint_tasks:
         raise ValueError("give at least one reference and one endpoint")
     book = ledger if isinstance(ledger, Ledger) else _IN_PROCESS if ledger is None else Ledger(ledger)
@@ -434,6 +463,13 @@ def audit(
         except (ValueError, TypeError) as error:
             raise type(error)(f"{' / '.join(map(str, names))}: {error}") from None
 
+    def power_of(name: str, task: Task, result: TestResult) -> float | None:
+        if distortion is None:
+            return None
+        if isinstance(distortion, (int, float)):
+            return result.power_at(float(distortion))
+        return result.power_at(test(reference_tasks[name][task], distorted[task], name, task, "distortion").statistic)
+
     lengths: dict[Task, int | None] = {}
     for task in {task for _, task, _ in lines}:
         bags = [tasks[task] for side in (reference_tasks, endpoint_tasks) for tasks in side.values() if task in tasks]
@@ -448,25 +484,22 @@ def audit(
     for endpoint, task, names in lines:
         y = endpoint_tasks[endpoint][task]
         results = {name: test(reference_tasks[name][task], y, endpoint, task, name) for name in names}
-        if repeats == 1:
-            each = {name: result.pvalue for name, result in results.items()}
-            votes = {name: float(p <= alpha) for name, p in each.items()}
-        else:
-            each, votes = {}, {}
-            ys = y.parts(repeats)
-            for name in names:
-                xs = reference_tasks[name][task].parts(repeats)
-                ps = [test(a, b, endpoint, task, name, i).pvalue for i, (a, b) in enumerate(zip(xs, ys, strict=True))]
-                each[name] = vote_pvalue(ps, vote)
-                votes[name] = float(np.mean([p <= alpha for p in ps]))
+        rounds = [results]
+        if repeats > 1:
+            parts = {name: reference_tasks[name][task].parts(repeats) for name in names}
+            rounds = [
+                {name: test(parts[name][i], part, endpoint, task, name, i) for name in names}
+                for i, part in enumerate(y.parts(repeats))
+            ]
+        # A repeat rejects when every reference is rejected in it; the vote is over repeats.
+        ps = [max(result.pvalue for result in found.values()) for found in rounds]
         closest = min(results, key=lambda name: results[name].statistic)
-        worst = max(each, key=lambda name: each[name])
         drafts.append(
             {
-                "endpoint": endpoint, "task": task, "references": names, "pvalue": each[worst], "results": results,
-                "effect": results[closest].statistic, "ci": results[closest].ci, "rejecting": votes[worst],
+                "endpoint": endpoint, "task": task, "references": names, "pvalue": vote_pvalue(ps, vote), "results": results,
+                "effect": results[closest].statistic, "ci": results[closest].ci, "rejecting": float(np.mean([p <= alpha for p in ps])),
                 "failure_rate": max(y.failure_rate, *(reference_tasks[n][task].failure_rate for n in names)),
-                "power": _power(distortion, task, reference_tasks[closest][task], results[closest], test, closest),
+                "power": power_of(closest, task, results[closest]),
                 "y": y, "x": reference_tasks[closest][task],
             }
         )  # fmt: skip
@@ -527,16 +560,6 @@ def audit(
         )
     book.add(looks)
     return AuditReport(tuple(rows), alpha, correction, composite, repeats, vote, audit_id, settings)
-
-
-def _power(
-    distortion: Any, task: Task, reference: Samples, result: TestResult, test: Callable[..., TestResult], name: str
-) -> float | None:
-    if distortion is None:
-        return None
-    if isinstance(distortion, (int, float)):
-        return result.power_at(float(distortion))
-    return result.power_at(test(reference, _tasks(distortion)[task], name, task, "distortion").statistic)
 
 
 def _key(settings: Mapping[str, Any], x: Samples, y: Samples) -> str:

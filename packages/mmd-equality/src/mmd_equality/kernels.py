@@ -248,8 +248,11 @@ def substring_counts(rows: NDArray[np.int32], shortest: int, longest: int | None
             table = sparse.coo_matrix(
                 (np.ones(len(active)), (dense, owner[active])), shape=(int(dense.max()) + 1, n)
             ).tocsr()
-            product = (table.T @ table).tocoo()
-            np.add.at(kernel, (product.row, product.col), product.data)
+            columns = table.T.tocsr()
+            step = max(1, 2_000_000 // n)  # a few rows of the product at a time: it may have all n^2 entries
+            for start in range(0, n, step):
+                product = (columns[start : start + step] @ table).tocoo()
+                kernel[product.row + start, product.col] += product.data
     kernel[np.diag_indices(n)] += alone
     return kernel[np.ix_(which, which)]
 
@@ -263,6 +266,12 @@ def _distinct_rows(rows: NDArray[Any]) -> tuple[NDArray[Any], NDArray[np.int64]]
 
 def _unit_norm(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """k~ / sqrt(k~(y, y) k~(y', y')), with a norm of zero replaced by one (section 3.2)."""
+    negative = np.flatnonzero(np.diagonal(values) < 0)
+    if len(negative):
+        raise ValueError(
+            f"the kernel of a completion with itself is {values[negative[0], negative[0]]:.6g} ({len(negative)} such rows): "
+            "a kernel is at least 0 there; pass normalize=False to use the values as they are"
+        )
     norm = np.sqrt(np.diagonal(values))
     norm = np.where(norm > 0, norm, 1.0)
     return values / np.outer(norm, norm)
@@ -327,7 +336,10 @@ class Precomputed(_GramMixin):
     exact: bool = field(default=False, init=False)
 
     def __post_init__(self) -> None:
-        matrix = np.asarray(self.gram_matrix, dtype=np.float64)
+        matrix = np.asarray(self.gram_matrix)
+        if matrix.dtype.kind not in "fiub":
+            raise TypeError(f"a Gram matrix holds real numbers, got dtype {matrix.dtype}")
+        matrix = matrix.astype(np.float64)
         if matrix.ndim != 2 or matrix.shape[0] != matrix.shape[1]:
             raise ValueError(f"a Gram matrix is square, [N, N] over the pooled rows; got shape {matrix.shape}")
         _check_gram(matrix, np.arange(len(matrix)))
@@ -408,8 +420,10 @@ def _check_gram(values: NDArray[np.float64], positions: NDArray[np.int64]) -> No
 def kernel_from_name(name: str | Kernel) -> Kernel:
     """`hamming`, `all_substrings`, `onehot`, `kspectrum` (k = 5), `kspectrum3`, or a kernel object, which is returned as it is."""
     if not isinstance(name, str):
-        if not isinstance(name, Kernel):
-            raise TypeError(f"kernel must be a name or a kernel object with .counts(), got {type(name).__name__}")
+        if isinstance(name, type) or not isinstance(name, Kernel):
+            raise TypeError(
+                f"kernel must be a name or a kernel object with .counts(), got {getattr(name, '__name__', type(name).__name__)}"
+            )
         return name
     plain = name.strip().lower().replace("-", "_")
     fixed: dict[str, Kernel] = {"hamming": Hamming(), "all_substrings": AllSubstrings(), "onehot": OneHot()}

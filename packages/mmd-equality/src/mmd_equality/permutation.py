@@ -19,7 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import combinations, pairwise
 from typing import Any, Protocol
 
@@ -36,6 +36,7 @@ __all__ = [
     "NullDraws",
     "Stratum",
     "assignments",
+    "at_least",
     "exact_null",
     "permutation_null",
     "pvalue",
@@ -43,8 +44,8 @@ __all__ = [
 ]
 
 TIE = 1e-11
-"""Statistics closer than this, relative to the larger of 1 and the observed one, are ties. Kernel sums of integers are exact;
-this covers the last rounding of the three quotients, and errs on the side of not rejecting."""
+"""Statistics closer than this, relative to the larger of the kernel's largest value and the observed statistic, are ties. Kernel
+sums of integers are exact; this covers the last rounding of the three quotients, and errs on the side of not rejecting."""
 
 _CHUNK_BYTES = 24_000_000
 
@@ -70,6 +71,9 @@ class Problem(Protocol):
     """What the engine needs of a statistic: sizes, and its value for blocks of labels."""
 
     sizes: Sequence[tuple[int, int]]
+
+    @property
+    def magnitude(self) -> float: ...
 
     def evaluate(self, labels: Sequence[NDArray[Any]]) -> tuple[NDArray[np.float64], NDArray[np.float64] | None]: ...
 
@@ -98,6 +102,11 @@ class GramProblem:
 
     def __post_init__(self) -> None:
         self.sizes = [(s.n_x, s.n_y) for s in self.strata]
+
+    @cached_property
+    def magnitude(self) -> float:
+        """The kernel's largest absolute value: 1 for a normalised kernel."""
+        return max(float(np.abs(s.values).max(initial=0.0)) / s.scale for s in self.strata)
 
     @cached_property
     def batches(self) -> list[_Batch]:
@@ -178,6 +187,7 @@ class MatchProblem:
     sizes: Sequence[tuple[int, int]]
     normalization: str = "pairs"
     weights: NDArray[np.float64] | None = None
+    magnitude: float = field(default=1.0, init=False)
 
     @cached_property
     def tables(self) -> list[Any]:
@@ -252,6 +262,7 @@ class BaselineProblem:
     name: str
     codes: Sequence[NDArray[np.int64]]
     sizes: Sequence[tuple[int, int]]
+    magnitude: float = field(default=1.0, init=False)
 
     @cached_property
     def _sorted(self) -> list[tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]]:
@@ -349,9 +360,12 @@ def assignments(sizes: Sequence[tuple[int, int]], *, pooled: bool = False) -> in
     return math.prod(math.comb(a + b, a) for a, b in sizes)
 
 
-def _at_least(values: NDArray[np.float64], observed: Any) -> NDArray[np.bool_]:
-    # A prompt with fewer than two rows on a side has no MMD^2 of its own: NaN, and counts as a tie.
-    return ~(values < observed - TIE * np.maximum(1.0, np.abs(observed)))
+def at_least(values: NDArray[np.float64], observed: Any, magnitude: float) -> NDArray[np.bool_]:
+    """values >= observed, ties included; magnitude: the kernel's largest value.
+
+    A prompt with fewer than two rows on a side has no MMD^2 of its own: NaN, and counts as a tie.
+    """
+    return ~(values < observed - TIE * np.maximum(magnitude, np.abs(observed)))
 
 
 def _stratified_labels(problem: Any, draws: int, rng: np.random.Generator) -> list[NDArray[Any]]:
@@ -379,6 +393,7 @@ def permutation_null(
     stop_after=h ends the draws once h of them reach the observed statistic (Besag & Clifford 1991); p is then h / draws.
     """
     observed, each = problem.observed()
+    reached = partial(at_least, magnitude=problem.magnitude)
     rows = sum(a + b for a, b in problem.sizes)
     widest = max(a + b for a, b in problem.sizes)
     chunk = int(max(16, min(draws, _CHUNK_BYTES // (4 * rows + 8 * widest + 32 * len(problem.sizes)))))
@@ -394,7 +409,7 @@ def permutation_null(
             n_x = sum(s[0] for s in problem.sizes)
             return problem.evaluate_pooled(draw_labels(rows, n_x, size, rng)[0]), None
         values, prompts = problem.evaluate(_stratified_labels(problem, size, rng))
-        hits = None if prompts is None or each is None else _at_least(prompts, each[:, None]).sum(axis=1)
+        hits = None if prompts is None or each is None else reached(prompts, each[:, None]).sum(axis=1)
         return values, hits
 
     def parts() -> Iterator[tuple[NDArray[np.float64], NDArray[np.int64] | None]]:
@@ -408,7 +423,7 @@ def permutation_null(
     prompt_hits = None if each is None or pooled else np.zeros(len(each), dtype=np.int64)
     exceed = 0
     for values, hits in parts():
-        reach = _at_least(values, observed)
+        reach = reached(values, observed)
         if stop_after is not None and exceed + int(reach.sum()) >= stop_after:
             last = int(np.flatnonzero(reach)[stop_after - exceed - 1])
             blocks.append(values[: last + 1])
@@ -435,11 +450,12 @@ def exact_null(problem: Any, *, pooled: bool = False, limit: int = 2_000_000) ->
     if total > limit:
         raise ValueError(f"{total} label assignments are too many to list (limit {limit}): use permutations")
     observed, each = problem.observed()
+    reached = partial(at_least, magnitude=problem.magnitude)
     if pooled:
         rows = sum(a + b for a, b in problem.sizes)
         n_x = sum(s[0] for s in problem.sizes)
         values = problem.evaluate_pooled(_all_subsets(rows, n_x))
-        return NullDraws(values, int(_at_least(values, observed).sum()), total, exact=True)
+        return NullDraws(values, int(reached(values, observed).sum()), total, exact=True)
     subsets = [_all_subsets(a + b, a) for a, b in problem.sizes]
     blocks, prompt_hits = [], None if each is None else np.zeros(len(each), dtype=np.int64)
     step = 50_000
@@ -452,9 +468,9 @@ def exact_null(problem: Any, *, pooled: bool = False, limit: int = 2_000_000) ->
         values, prompts = problem.evaluate(labels)
         blocks.append(values)
         if prompt_hits is not None and prompts is not None and each is not None:
-            prompt_hits += _at_least(prompts, each[:, None]).sum(axis=1)
+            prompt_hits += reached(prompts, each[:, None]).sum(axis=1)
     values = np.concatenate(blocks)
-    return NullDraws(values, int(_at_least(values, observed).sum()), total, exact=True, per_prompt_exceed=prompt_hits)
+    return NullDraws(values, int(reached(values, observed).sum()), total, exact=True, per_prompt_exceed=prompt_hits)
 
 
 def simulated_null(

@@ -15,11 +15,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from chapbook_shared.validate import check_fraction, check_int
+from chapbook_shared.validate import check_int
 from mmd_equality.kernels import Block, Kernel, kernel_from_name
 from mmd_equality.permutation import GramProblem, Stratum, permutation_null, pvalue
-from mmd_equality.samples import Samples
-from mmd_equality.two_sample import check_alpha, strata_of
+from mmd_equality.samples import Samples, surely_same
+from mmd_equality.two_sample import check_alpha, seed_sequence, strata_of
 
 __all__ = ["Plan", "PlanRow", "plan"]
 
@@ -105,17 +105,27 @@ def plan(
     a request's prompt tokens, where the samples carry no usage.
     """
     check_alpha(alpha)
-    check_fraction("power", power)
+    if not 0 < power < 1:
+        raise ValueError(f"power must be in (0, 1), got {power!r}")
     check_int("n_simulations", n_simulations, minimum=2)
     check_int("n_permutations", n_permutations, minimum=1)
+    for n in grid:
+        check_int("grid", n)
     sizes = sorted({int(n) for n in grid})
     if not sizes or sizes[0] < 2:
         raise ValueError(f"grid must list completions a prompt, at least 2 each; got {list(grid)!r}")
+    if max_length is not None:
+        check_int("max_length", max_length, minimum=1)
+    if price_per_million is not None and not all(0 <= price < math.inf for price in price_per_million):
+        raise ValueError(f"price_per_million must be two prices of at least 0, got {price_per_million!r}")
+    seed = seed_sequence(random_state)
     needed = math.ceil(1 / alpha - 1e-9) - 1
     if n_permutations < needed:
         raise ValueError(f"n_permutations = {n_permutations} can never reject at alpha = {alpha:g}: at least {needed}")
     if reference.level != alternative.level:
         raise TypeError(f"reference is at {reference.level} level but alternative at {alternative.level}")
+    if surely_same(reference, alternative):
+        raise ValueError("reference and alternative are the same sample: the power would mean nothing")
     groups_x, groups_y = reference.rows_of(), alternative.rows_of()
     prompts = [label for label in groups_x if label in groups_y]
     if not prompts:
@@ -136,7 +146,6 @@ def plan(
     pools = strata_of(kernel_from_name(kernel), blocks, pool_sizes)
     effect = GramProblem(pools, normalization).observed()[0]
 
-    seed = random_state if isinstance(random_state, np.random.SeedSequence) else np.random.SeedSequence(random_state)
     tokens_in, tokens_out, estimated = _tokens(reference, alternative, prompt_tokens)
     inside = [n for n in sizes if n <= most]
     anchor = inside[-1] if inside else most

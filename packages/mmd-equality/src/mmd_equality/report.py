@@ -14,6 +14,9 @@ from chapbook_shared.validate import check_choice, import_extra
 
 __all__ = ["load_result", "render_html", "render_markdown"]
 
+Table = tuple[str, list[str], list[list[str]]]
+"""Title, head, rows."""
+
 _VERDICT = {
     "different": "Different: equality is rejected.",
     "same-not-rejected": "Not rejected: no difference was found at this sample size. This does not show that there is none.",
@@ -22,6 +25,7 @@ _VERDICT = {
 _STYLE = """
 :root { color-scheme: light dark; --ink: #1c1e21; --paper: #ffffff; --soft: #f1f3f5; --line: #d0d4d9; }
 @media (prefers-color-scheme: dark) { :root { --ink: #e6e8ea; --paper: #16181b; --soft: #23272b; --line: #3b4046; } }
+h1 { font-size: 1.6rem; } h2 { font-size: 1.15rem; margin-top: 2rem; } .verdict { font-weight: 600; font-size: 1.1rem; }
 body { font: 16px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper); margin: 0 auto; padding: 1rem; max-width: 62rem; }
 table { border-collapse: collapse; width: 100%; } .wide { overflow-x: auto; }
 th, td { text-align: left; padding: .3rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
@@ -50,8 +54,9 @@ def _figures(document: Mapping[str, Any]) -> Iterator[tuple[str, str, Any]]:
             _power(document),
         )
         return
-    for label, result in _results(document):
-        slug = "".join(c if c.isalnum() else "-" for c in label).strip("-") or "test"
+    for number, (label, result) in enumerate(_results(document), 1):
+        # The number keeps apart what differs only in letters a file name cannot hold.
+        slug = f"{number}-" + "".join(c if c.isascii() and c.isalnum() else "-" for c in label).strip("-")[:60]
         yield f"null-{slug}", f"{label}: null distribution, critical value and observed statistic", _null(result)
         if sum(e["mmd2"] is not None for e in result["per_prompt"]) > 1:
             yield f"prompts-{slug}", f"{label}: MMD² of each prompt", _prompts(result)
@@ -122,11 +127,11 @@ def _power(document: Mapping[str, Any]) -> Any:
         fill = "#2c6e91" if row["simulated"] else "white"
         axes.scatter([row["n"]], [row["power"]], color=fill, edgecolor="#2c6e91", zorder=2)
     axes.axhline(document["power"], color="#999", linewidth=0.8, linestyle=":")
-    axes.set(xlabel="completions a prompt, on each side", ylabel="power", ylim=(0, 1.02))
+    axes.set(xlabel="completions a prompt, on each side", ylabel="power", ylim=(0, 1.02), xticks=[r["n"] for r in rows])
     return figure
 
 
-def _tables(document: Mapping[str, Any]) -> Iterator[tuple[str, list[str], list[list[str]]]]:
+def _tables(document: Mapping[str, Any]) -> Iterator[Table]:
     if document["kind"] == "plan":
         head = [
             "n a prompt",
@@ -241,22 +246,35 @@ def _svg(figure: Any) -> bytes:
 
 
 def render_html(document: Mapping[str, Any]) -> str:
-    """One HTML page with everything inside; text from the samples is escaped."""
+    """One HTML page with everything inside, the answer first; text from the samples is escaped."""
     check_choice("kind", document.get("kind"), ("test", "audit", "plan"))
     out = ["<!doctype html><html lang='en'><head><meta charset='utf-8'><title>Model equality</title>"]
     out.append("<meta name='viewport' content='width=device-width, initial-scale=1'>")
     out.append(f"<style>{_STYLE}</style></head><body><h1>Model equality: {document['kind']}</h1>")
-    out += [f"<p>{html.escape(line)}</p>" for line in _lines(document)]
+    first, *lines = _lines(document)
+    out += [f"<p class='verdict'>{html.escape(first)}</p>", *(f"<p>{html.escape(line)}</p>" for line in lines)]
     out += [f"<p class='note'>{html.escape(line)}</p>" for line in _cautions(document)]
+    answer, details = _answer_and_details(document)
+    out += [_html_table(*table) for table in answer]
     for _, caption, figure in _figures(document):
         data = base64.b64encode(_svg(figure)).decode("ascii")
         text = html.escape(caption, quote=True)
         out.append(f"<h2>{text}</h2><img alt=\"{text}\" src='data:image/svg+xml;base64,{data}'>")
-    for title, head, body in _tables(document):
-        cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
-        rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in body)
-        out.append(f"<h2>{html.escape(title)}</h2><div class='wide'><table><tr>{cells}</tr>{rows}</table></div>")
+    out += [_html_table(*table) for table in details]
     return "\n".join([*out, "</body></html>\n"])
+
+
+def _answer_and_details(document: Mapping[str, Any]) -> tuple[list[Table], list[Table]]:
+    """The table that answers the question goes above the figures; those by prompt below."""
+    tables = list(_tables(document))
+    first = 0 if document["kind"] == "test" else 1
+    return tables[:first], tables[first:]
+
+
+def _html_table(title: str, head: list[str], body: list[list[str]]) -> str:
+    cells = "".join(f"<th>{html.escape(h)}</th>" for h in head)
+    rows = "".join("<tr>" + "".join(f"<td>{html.escape(c)}</td>" for c in row) + "</tr>" for row in body)
+    return f"<h2>{html.escape(title)}</h2><div class='wide'><table><tr>{cells}</tr>{rows}</table></div>"
 
 
 def render_markdown(document: Mapping[str, Any], *, figures: Path | None = None) -> str:
@@ -264,15 +282,20 @@ def render_markdown(document: Mapping[str, Any], *, figures: Path | None = None)
     check_choice("kind", document.get("kind"), ("test", "audit", "plan"))
     out = [f"# Model equality: {document['kind']}", *_lines(document)]
     out += [f"> {_md(line)}" for line in _cautions(document)]
+    answer, details = _answer_and_details(document)
+    out += [_md_table(*table) for table in answer]
     if figures is not None:
         figures.mkdir(parents=True, exist_ok=True)
         for name, caption, figure in _figures(document):
             (figures / f"{name}.svg").write_bytes(_svg(figure))
             out.append(f"![{_md(caption)}]({figures.name}/{name}.svg)")
-    for title, head, body in _tables(document):
-        rows = ["| " + " | ".join(map(_md, row)) + " |" for row in (head, ["---"] * len(head), *body)]
-        out += [f"## {_md(title)}", "\n".join(rows)]
+    out += [_md_table(*table) for table in details]
     return "\n\n".join(out) + "\n"
+
+
+def _md_table(title: str, head: list[str], body: list[list[str]]) -> str:
+    rows = ["| " + " | ".join(map(_md, row)) + " |" for row in (head, ["---"] * len(head), *body)]
+    return f"## {_md(title)}\n\n" + "\n".join(rows)
 
 
 def _md(text: str) -> str:

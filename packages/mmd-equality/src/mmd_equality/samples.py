@@ -19,6 +19,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from chapbook_shared.validate import check_int
 from mmd_equality.kernels import PAD
 
 __all__ = ["Completion", "PromptId", "Samples"]
@@ -26,6 +27,7 @@ __all__ = ["Completion", "PromptId", "Samples"]
 PromptId = str | int
 Completion = str | tuple[int, ...]
 Level = Literal["char", "token"]
+_MOST_BYTES = 2_000_000_000  # of one encoded sample
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,9 @@ class Samples:
     meta: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
+        for name in ("prompt_ids", "completions"):
+            if isinstance(getattr(self, name), (str, bytes)):
+                raise TypeError(f"{name} must be a sequence with one entry for each completion, got one text")
         ids = tuple(self.prompt_ids)
         for row, label in enumerate(ids):
             if isinstance(label, bool) or not isinstance(label, (str, int, np.integer)):
@@ -63,6 +68,8 @@ class Samples:
         object.__setattr__(self, "prompt_ids", ids)
         object.__setattr__(self, "completions", tuple(_checked(c, row, level) for row, c in enumerate(raw)))
         object.__setattr__(self, "level", level)
+        for label, failed in self.failures.items():
+            check_int(f"failures[{label!r}]", failed, minimum=0)
         object.__setattr__(self, "failures", dict(self.failures))
         object.__setattr__(self, "meta", dict(self.meta))
 
@@ -124,16 +131,19 @@ class Samples:
                 raise ValueError(
                     f"{source}, row {number}: no 'prompt_id' (fields: {', '.join(map(str, row)) or 'none'})"
                 )
+            where = f"{source}, row {number}"
             label = row["prompt_id"]
-            requested = max(requested, int(row.get("max_tokens") or 0))
+            if isinstance(label, bool) or not isinstance(label, (str, int)):
+                raise TypeError(f"{where}: prompt_id must be a str or an int, got {type(label).__name__}: {label!r}")
+            requested = max(requested, _count(row, "max_tokens", where))
             for code in row.get("warnings") or ():
                 warned[str(code)] += 1
-            value = _completion_of(row, level)
+            value = _completion_of(row, level, where)
             if value is None:
                 if row.get("error"):
                     failures[label] += 1
                     continue
-                raise TypeError(f"{source}, row {number}: the completion is missing or None and no 'error' says why")
+                raise TypeError(f"{where}: the completion is missing or None and no 'error' says why")
             ids.append(label)
             completions.append(value)
             for name, seen in gathered.items():
@@ -143,8 +153,8 @@ class Samples:
                 finish[str(row["finish_reason"])] += 1
             spent = row.get("usage")
             if isinstance(spent, Mapping):
-                usage["prompt_tokens"] += int(spent.get("prompt_tokens") or 0)
-                usage["completion_tokens"] += int(spent.get("completion_tokens") or 0)
+                usage["prompt_tokens"] += _count(spent, "prompt_tokens", where)
+                usage["completion_tokens"] += _count(spent, "completion_tokens", where)
                 usage["rows"] += 1
         meta: dict[str, Any] = {"source": source}
         meta.update({name: dict(seen) for name, seen in gathered.items() if seen})
@@ -279,6 +289,10 @@ class Samples:
         if pad >= 0:
             raise ValueError(f"pad must be negative, outside every alphabet; got {pad}")
         length = max_length or max((len(c) for c in self.completions), default=0) or 1
+        if 4 * length * len(self) > _MOST_BYTES:
+            raise ValueError(
+                f"{len(self)} completions of length {length} need {4e-9 * length * len(self):.0f} GB: pass a smaller max_length"
+            )
         out = np.full((len(self), length), pad, dtype=np.int32)
         for row, completion in zip(out, self.completions, strict=True):
             head = completion[:length]
@@ -324,12 +338,31 @@ def completion_fields(completion: Any) -> dict[str, Any]:
     return {"completion": completion}
 
 
-def _completion_of(row: Mapping[str, Any], level: Level | None) -> Any:
+def _completion_of(row: Mapping[str, Any], level: Level | None, where: str) -> Any:
     if level == "token" or ("token_ids" in row and "completion" not in row):
-        return row.get("token_ids")
+        ids = row.get("token_ids")
+        if isinstance(ids, str):
+            raise TypeError(f"{where}: token_ids must be a list of integers, got a text")
+        return ids
     if row.get("codepoints") is not None:
-        return "".join(map(chr, row["codepoints"]))
-    return row.get("completion")
+        try:
+            return "".join(map(chr, row["codepoints"]))
+        except (TypeError, ValueError) as error:
+            raise ValueError(f"{where}: codepoints must be a list of Unicode code points: {error}") from None
+    text = row.get("completion")
+    if text is not None and not isinstance(text, str):
+        raise TypeError(f"{where}: completion must be a text, got {type(text).__name__}; token ids go in 'token_ids'")
+    return text
+
+
+def _count(row: Mapping[str, Any], name: str, where: str) -> int:
+    """A count that may be missing."""
+    value = row.get(name)
+    if value is None:
+        return 0
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < math.inf:
+        raise ValueError(f"{where}: {name} must be a number of at least 0, got {value!r}")
+    return int(value)
 
 
 def _read_jsonl(path: Path, torn: list[int]) -> Iterator[dict[str, Any]]:
@@ -341,8 +374,8 @@ def _read_jsonl(path: Path, torn: list[int]) -> Iterator[dict[str, Any]]:
             if pending is not None:
                 raise ValueError(f"{path}, line {pending[0]}: not JSON: {pending[1]}")
             try:
-                row = json.loads(line.decode("utf-8"))
-            except ValueError as error:
+                row = json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
+            except (ValueError, RecursionError) as error:
                 if line.endswith(b"\n"):
                     raise ValueError(f"{path}, line {number}: not JSON: {error}") from None
                 pending = (number, error)

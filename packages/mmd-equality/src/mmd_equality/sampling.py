@@ -60,8 +60,15 @@ class Prompt:
     messages: tuple[Mapping[str, str], ...] | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.id, bool) or not isinstance(self.id, (str, int)):
+            raise TypeError(f"a prompt's id must be a str or an int, got {type(self.id).__name__}: {self.id!r}")
         if (self.text is None) == (self.messages is None):
             raise ValueError(f"prompt {self.id!r} needs either text or messages")
+        if self.text is not None and not isinstance(self.text, str):
+            raise TypeError(f"the text of prompt {self.id!r} must be a str, got {type(self.text).__name__}")
+        for turn in self.messages or ():
+            if not isinstance(turn, Mapping) or not all(isinstance(turn.get(k), str) for k in ("role", "content")):
+                raise TypeError(f'a turn of prompt {self.id!r} must be {{"role": ..., "content": ...}}, got {turn!r}')
 
 
 def load_prompts(source: str | Path) -> list[Prompt]:
@@ -79,7 +86,11 @@ def load_prompts(source: str | Path) -> list[Prompt]:
             raise FileNotFoundError(
                 f"no prompt file {path}; the sets that come with the package: {', '.join(PROMPT_SETS)}"
             )
-        text, name = path.read_text(encoding="utf-8"), str(path)
+        name = str(path)
+        try:
+            text = path.read_text(encoding="utf-8-sig")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{name} is not UTF-8: {error}") from None
     out: list[Prompt] = []
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
@@ -97,7 +108,10 @@ def load_prompts(source: str | Path) -> list[Prompt]:
         messages = row.get("messages")
         if content is None and messages is None:
             raise ValueError(f"{name}, line {number}: no 'prompt', 'text' or 'messages'")
-        out.append(Prompt(label, content, None if messages is None else tuple(messages)))
+        try:
+            out.append(Prompt(label, content, None if messages is None else tuple(messages)))
+        except (TypeError, ValueError) as error:
+            raise type(error)(f"{name}, line {number}: {error}") from None
     twice = [label for label, count in Counter(p.id for p in out).items() if count > 1]
     if twice:
         raise ValueError(f"{name}: prompt ids must be unique, but {twice[:5]!r} stand twice")
@@ -190,6 +204,8 @@ def sample(
     base = replace(sampling or Sampling(), seed=None, n=1)
     settings = settings_of(model, items, base, verb, extra)
     path = Path(out)
+    if path.is_dir():
+        raise IsADirectoryError(f"out must be a file to write, but {path} is a folder")
     path.parent.mkdir(parents=True, exist_ok=True)
     run = _Run(
         model, base, verb, seed, per_request, content_retries, strict, expected_prompt_tokens, _hash(settings),
@@ -335,7 +351,8 @@ def _ask(run: _Run, store: Store, wanted: list[tuple[Prompt, int]], concurrency:
 
             async def one(prompt: Prompt, numbers: list[int], *, first: bool = False) -> None:
                 rows = await run.records(prompt, numbers)
-                if first and all(row.get("error") for row in rows):
+                # A filtered answer says something about the prompt, not about the address or the key.
+                if first and all(row.get("error") and row["error"] not in FAILED_FINISH for row in rows):
                     raise RuntimeError(f"the first request failed, so nothing was recorded: {rows[0]['error']}")
                 store.put_many([(_key(prompt.id, row["sample"]), row) for row in rows], replace=True)
                 task.advance(len(rows))
@@ -454,22 +471,37 @@ def Transformers(model: Any, tokenizer: Any = None, **options: Any) -> Any:
     import_extra("transformers", "mmd-equality[local]")
     from chapbook_shared.lm import LocalModel
 
+    if isinstance(model, Path) or str(model).startswith((".", "/", "~")):
+        _existing(model, "model folder")
     if isinstance(model, (str, Path)):
         return LocalModel.from_pretrained(str(model), **options)
     return LocalModel(model, tokenizer, **options)
 
 
+def _existing(path: str | Path, what: str) -> None:
+    if not Path(path).exists():
+        raise FileNotFoundError(f"no {what} {path}")
+
+
 @contextmanager
-def LlamaCpp(path: str | Path, *, context: int = 4096, slots: int = 4, **options: Any) -> Iterator[Any]:
+def LlamaCpp(
+    path: str | Path, *, context: int = 4096, slots: int = 4, threads: int | None = None, **options: Any
+) -> Iterator[Any]:
     """A GGUF file run by llama.cpp (the prebuilt wheel `xllamacpp`), for the time of a `with` block. Needs `mmd-equality[llamacpp,api]`.
 
     llama.cpp's own server listens on a loopback port, and is spoken to like any endpoint: `with LlamaCpp("m.gguf") as model`.
+    threads: None takes all cores; its threads wait by spinning, so on a busy machine fewer are far quicker.
     """
     xllamacpp = import_extra("xllamacpp", "mmd-equality[llamacpp]")
+    _existing(path, "GGUF file")
     params = xllamacpp.CommonParams()
     params.model.path = str(path)
     params.n_ctx, params.n_parallel = context * slots, slots
     params.warmup = False
+    params.verbosity = 1  # errors only: it would write several lines a request
+    if threads is not None:
+        check_int("threads", threads, minimum=1)
+        params.cpuparams.n_threads = params.cpuparams_batch.n_threads = threads
     server = xllamacpp.Server(params)
     # Penalties look at no tokens: recent builds refuse the -1 that used to mean "all of them".
     body = {"repeat_last_n": 0, **options.pop("extra_body", {})}

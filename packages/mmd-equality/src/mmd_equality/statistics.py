@@ -91,10 +91,11 @@ def baseline_from_counts(name: str, c1: NDArray[Any], total: NDArray[Any], n1: i
 
     l1 = sum |c1/N1 - c2/N2|; l2 = sum (c1/N1 - c2/N2)^2;
     chi2 = sum ((N2 c1 - N1 c2)^2 - N2^2 c1 - N1^2 c2) / (c1 + c2) (eq. 9, in the unequal-size form; the whole bracket is divided).
-    Sums run over integers, so that equal statistics are equal numbers.
+    Sums run over integers, so that equal statistics are equal numbers; floats where the squares would not fit 64 bits.
     """
-    c1 = np.asarray(c1, dtype=np.int64)
-    c2 = np.asarray(total, dtype=np.int64) - c1
+    dtype = np.int64 if (n1 * n2) ** 2 < 2**60 else np.float64
+    c1 = np.asarray(c1, dtype=dtype)
+    c2 = np.asarray(total, dtype=dtype) - c1
     gap = n2 * c1 - n1 * c2
     if name == "l1":
         return np.abs(gap).sum(axis=0) / (n1 * n2)

@@ -7,6 +7,7 @@ import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from numbers import Real
 from typing import Any, Literal
 
 import numpy as np
@@ -31,6 +32,7 @@ from mmd_equality.permutation import (
     NullDraws,
     Stratum,
     assignments,
+    at_least,
     exact_null,
     permutation_null,
     pvalue,
@@ -298,6 +300,10 @@ def two_sample_test(
         check_int("max_length", max_length, minimum=1)
     if not 0 < ci_level < 1:
         raise ValueError(f"ci_level must be in (0, 1), got {ci_level!r}")
+    if prompt_weights is not None and normalization != "per_prompt":
+        raise ValueError(f"prompt_weights needs normalization='per_prompt', got {normalization!r}")
+    alpha, n_permutations = float(alpha), int(n_permutations)
+    seed = seed_sequence(random_state)
     resolved = kernel_from_name(kernel)
     needed = math.ceil(1 / alpha - 1e-9) - 1
     if null in ("permutation", "simulated") and n_permutations < needed:
@@ -337,7 +343,6 @@ def two_sample_test(
             "the samples hold no pair to compare (no prompt has two completions on a side, or none is shared): "
             "collect at least 2 completions of each prompt on both sides"
         )
-    seed = random_state if isinstance(random_state, np.random.SeedSequence) else np.random.SeedSequence(random_state)
     drawn, how = _null(
         problem, null, n_permutations, alpha, seed, pooled, stop_after, n_jobs, needed, cautions,
         x if alternative_pool is None else alternative_pool, resolved, prompts, length, observed,
@@ -393,8 +398,17 @@ def two_sample_test(
 
 def check_alpha(alpha: float) -> None:
     """Raise ValueError unless 0 < alpha < 1."""
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < 1:
+    if isinstance(alpha, bool) or not isinstance(alpha, Real) or not 0 < float(alpha) < 1:
         raise ValueError(f"alpha must be in (0, 1), got {alpha!r}")
+
+
+def seed_sequence(random_state: int | np.random.SeedSequence | None) -> np.random.SeedSequence:
+    """The source of everything random: None draws from the system."""
+    if isinstance(random_state, np.random.SeedSequence):
+        return random_state
+    if random_state is not None:
+        check_int("random_state", random_state, minimum=0)
+    return np.random.SeedSequence(random_state)
 
 
 @dataclass
@@ -411,7 +425,8 @@ def _check_pair(x: Samples, y: Samples) -> None:
         if not isinstance(side, Samples):
             raise TypeError(f"{name} must be Samples, got {type(side).__name__}: use Samples(prompt_ids, completions)")
         if not len(side):
-            raise ValueError(f"{name} has no completions")
+            source = side.meta.get("source")
+            raise ValueError(f"{name} has no completions" + (f" ({source})" if source else ""))
     if x.level != y.level:
         raise TypeError(
             f"x is compared by {x.level} but y by {y.level}: give text on both sides, or token ids of one tokenizer on both"
@@ -588,8 +603,7 @@ def _null(
             while len(_SIMULATED) >= 16:
                 del _SIMULATED[next(iter(_SIMULATED))]
             _SIMULATED[key] = values
-    reach = ~(values < observed - 1e-11 * max(1.0, abs(observed)))
-    return NullDraws(values, int(reach.sum()), draws), "simulated"
+    return NullDraws(values, int(at_least(values, observed, problem.magnitude).sum()), draws), "simulated"
 
 
 def _effects(
