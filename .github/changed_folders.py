@@ -20,8 +20,8 @@ def affected(changed: list[str], folders: list[str]) -> list[str]:
 
 def main() -> None:
     folders = [*sorted(str(file.parent) for file in Path().glob("packages/*/pyproject.toml")), "shared", "tools"]
-    done = subprocess.run(["git", "diff", "--name-only", sys.argv[1], "HEAD"], capture_output=True, text=True)
-    found = folders if done.returncode else affected(done.stdout.splitlines(), folders)
+    done = subprocess.run(["git", "diff", "-z", "--name-only", sys.argv[1], "HEAD"], capture_output=True, text=True)
+    found = folders if done.returncode else affected(done.stdout.split("\0"), folders)
     print(f"folders={json.dumps(found)}")
 
 

@@ -49,6 +49,7 @@ def repository(tmp_path):
     [
         (["packages/a-loss/x.py"], ["packages/a-loss"]),
         (["packages/a-loss-too/x.py", "tools/x.py"], ["packages/a-loss-too", "tools"]),
+        (["packages/a-loss/größe.py"], ["packages/a-loss"]),
         (["NOTES.md"], []),
         (["shared/x.py"], FOLDERS),
         (["uv.lock"], FOLDERS),

@@ -302,7 +302,7 @@ def test_many_writers_of_one_file_leave_one_whole_content(tmp_path):
     assert (tmp_path / "out").read_text() in [letter * 10_000 for letter in "abc"]
 
 
-def test_a_link_is_followed_and_a_pipe_is_written_into(tmp_path):
+def test_a_link_is_followed_and_what_is_no_file_is_written_into(tmp_path):
     link, target, pipe = tmp_path / "link", tmp_path / "target", tmp_path / "pipe"
     link.symlink_to(target)
     with atomic_write(link) as file:
@@ -315,6 +315,14 @@ def test_a_link_is_followed_and_a_pipe_is_written_into(tmp_path):
         file.write("through")
     assert reader.communicate()[0] == "through"
     assert pipe.is_fifo()
+    script = (
+        "from chapbook_shared.jobs import atomic_write\nprint('before', flush=True)\n"
+        "with atomic_write('/dev/stdout') as file:\n    file.write('content\\n')\nprint('after')"
+    )
+    with open(tmp_path / "out", "w") as out:
+        subprocess.run([sys.executable, "-c", script], stdout=out)
+    assert (tmp_path / "out").read_text() == "before\ncontent\nafter\n"
+    assert subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE).stdout == b"before\ncontent\nafter\n"
     with pytest.raises(IsADirectoryError), atomic_write(tmp_path):
         pass
 

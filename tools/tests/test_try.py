@@ -90,6 +90,12 @@ def test_what_a_demo_prints_is_not_in_the_json(chapbook, install):
     assert "a careless print" in done.err
 
 
+def test_the_json_is_utf_8_whatever_the_terminal_says(chapbook, install, monkeypatch):
+    monkeypatch.setenv("PYTHONIOENCODING", "ascii")
+    done = chapbook("try", "good", "--json", path=install("good", GOOD.replace("A < B", "A ≤ B")))
+    assert done.json["packages"]["good"]["claims"][0]["claim"] == "A ≤ B"
+
+
 def test_the_page_is_written_and_escaped(chapbook, install):
     chapbook("try", "good", "--out", "elsewhere", path=install("good", GOOD))
     page = (chapbook.here / "elsewhere" / "index.html").read_text(encoding="utf-8")

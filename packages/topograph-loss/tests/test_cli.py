@@ -219,6 +219,19 @@ def test_the_command_runs_in_a_plain_locale(folders):
     assert done.stderr == b""
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems have no file names that are not UTF-8")
+def test_output_is_utf_8_whatever_the_terminal_says_and_the_file_is_called(tmp_path):
+    for folder, mask in (("pred", GAP), ("gt", LINE)):
+        (tmp_path / folder).mkdir()
+        with open(os.fsencode(tmp_path / folder) + b"/\xc3\xa9\xff.npy", "wb") as file:
+            np.save(file, mask)
+    command = [sys.executable, "-c", "from topograph_loss.cli import main; main()", tmp_path / "pred", tmp_path / "gt"]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run([*command, "--json"], capture_output=True, env=environment, check=True)
+    assert [case["name"] for case in json.loads(done.stdout.decode("utf-8"))["cases"]] == ["é\udcff"]
+    assert "é" in subprocess.run(command, capture_output=True, env=environment, check=True).stdout.decode("utf-8")
+
+
 def test_help_explains_itself():
     result = run("--help")
     assert result.exit_code == 0

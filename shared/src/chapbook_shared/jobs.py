@@ -31,6 +31,7 @@ Record = dict[str, Any]
 
 _APPLICATION_ID = 0x63686170  # "chap"
 _SCHEMA_VERSION = 1
+_STREAM = re.compile(r"/dev/(stdout|stderr|fd/(\d+))")
 _KEYS_A_QUERY = 500  # SQLite builds differ in how many parameters a query may have; all allow 999
 
 
@@ -294,13 +295,16 @@ def atomic_write(path: str | Path, *, binary: bool = False) -> Iterator[IO[Any]]
     """Write a file so that a reader sees the old content or the new, never a part, whatever happens meanwhile.
 
     Text is UTF-8 with `\\n` line ends. If the block raises, the old file stays. What a writer that was killed left beside the file
-    is cleared away by the next one. A link is followed; into a pipe or a device, such as `/dev/stdout`, the content simply goes.
+    is cleared away by the next one. A link is followed; what is no file to replace (`/dev/stdout`, a pipe) gets the content as it comes.
     """
     path = Path(path)
     text: dict[str, Any] = {} if binary else {"encoding": "utf-8", "newline": "\n"}
     kind = "b" if binary else ""
-    if path.exists() and not path.is_file():
-        with open(path, f"w{kind}", **text) as file:
+    stream = _STREAM.fullmatch(os.path.abspath(path))
+    if stream or (path.exists() and not path.is_file()):
+        # The stream itself, not the file that it may lead to: what else is written to it keeps its place.
+        target = os.dup({"stdout": 1, "stderr": 2}.get(stream[1]) or int(stream[2])) if stream else path
+        with open(target, f"w{kind}", **text) as file:
             yield file
         return
     path = Path(os.path.realpath(path))

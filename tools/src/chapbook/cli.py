@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import io
 import signal
 import sys
 from collections.abc import Sequence
@@ -40,6 +41,9 @@ STATUS_STYLE = {"holds": "green", "fails": "bold red", "not shown at this scale"
 
 
 def main() -> None:
+    for stream in (sys.stdout, sys.stderr):  # whatever the locale; what has no UTF-8 form is escaped as JSON does
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     # Ended from outside, it still ends what it started. What is ignored, as under nohup, stays so.
     for name in ("SIGTERM", "SIGHUP"):
         number = getattr(signal, name, None)

@@ -24,6 +24,9 @@ app = typer.Typer(add_completion=False, rich_markup_mode=None)  # the help has b
 
 def main() -> None:
     """Entry point. Exit status 0: done; 1: the mean exceeds --max-diu; 2: wrong use or bad input."""
+    for stream in (sys.stdout, sys.stderr):  # whatever the locale; a name that is no UTF-8 is escaped as JSON does
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     app()
 
 
