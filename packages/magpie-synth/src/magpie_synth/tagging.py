@@ -348,10 +348,13 @@ class RewardModel:
         rows = [self.tokenizer(text, add_special_tokens=False)["input_ids"] for text in texts]
         order = sorted(range(len(rows)), key=lambda place: len(rows[place]))
         scores = [0.0] * len(rows)
-        for start in range(0, len(order), self.batch_size):
-            places = order[start : start + self.batch_size]
+        # The classifier looks for the last token that is not its own padding; without one, rows go alone.
+        padding = self.model.config.pad_token_id
+        size = 1 if padding is None else self.batch_size
+        for start in range(0, len(order), size):
+            places = order[start : start + size]
             longest = max(len(rows[place]) for place in places)
-            ids = self._torch.full((len(places), longest), self.tokenizer.pad_token_id or 0)
+            ids = self._torch.full((len(places), longest), padding or 0)
             mask = self._torch.zeros_like(ids)
             for line, place in enumerate(places):
                 ids[line, : len(rows[place])] = self._torch.tensor(rows[place])

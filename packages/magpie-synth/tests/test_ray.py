@@ -1,0 +1,75 @@
+"""A real Ray of two workers on this machine."""
+
+import os
+
+import pytest
+
+from chapbook_shared.lm import ScriptedModel
+from magpie_synth import Magpie, Run
+from magpie_synth.exports import read_rows, write_shards
+
+ray = pytest.importorskip("ray")
+
+
+def factory():
+    """Built on the workers; says which process it is in."""
+    import time
+
+    from chapbook_shared.lm import ScriptedModel
+
+    def say(prompt, sampling):
+        time.sleep(0.02)
+        text = bytes(id for id in prompt if id < 256)
+        return f"Answer by {os.getpid()}." if text.endswith(b"[assistant]\n") else f"Question {sampling.seed}?"
+
+    return ScriptedModel(complete=say, name="tiny")
+
+
+@pytest.fixture(scope="module")
+def model():
+    from magpie_synth.ray_engine import RayModel
+
+    environment = {"env_vars": {"PYTHONPATH": os.path.dirname(__file__)}}
+    ray.init(
+        num_cpus=2, include_dashboard=False, log_to_driver=False, configure_logging=False, runtime_env=environment,
+        object_store_memory=80_000_000,
+    )  # fmt: skip
+    yield RayModel(factory, workers=2, block=4)
+    ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def letters(request):
+    import importlib.util
+
+    spec = importlib.util.spec_from_file_location("job", os.path.join(os.path.dirname(__file__), "job.py"))
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.Letters()
+
+
+def test_two_workers_do_a_run_and_its_shards_share_no_row(model, letters, tmp_path):
+    run = Magpie(model, tokenizer=letters).run(tmp_path / "ray", rows=24)
+    alone = Magpie(factory(), tokenizer=letters).run(tmp_path / "alone", rows=24)
+    assert [row.instruction for row in run.rows()] == [row.instruction for row in alone.rows()]
+    assert len({row.response for row in run.rows()}) == 2  # both workers answered
+    assert str(os.getpid()) not in "".join(row.response for row in run.rows())
+    ids = [row["id"] for path in write_shards(run, tmp_path / "shards", size=5) for row in read_rows(path)]
+    assert ids == [row.id for row in run.rows()]
+    assert len(set(ids)) == 24
+
+
+def test_a_run_goes_on_with_what_the_store_lacks(model, letters, tmp_path):
+    first = Magpie(factory(), tokenizer=letters).run(tmp_path, rows=6)
+    before = {row.id: row.response for row in first.rows()}
+    Magpie(model, tokenizer=letters).run(tmp_path, rows=12)
+    after = {row.id: row.response for row in Run(tmp_path).rows()}
+    assert len(after) == 12
+    assert {id: after[id] for id in before} == before
+
+
+def test_it_has_the_workers_name_and_capabilities(model):
+    assert model.name == "tiny"
+    assert model.capabilities == ScriptedModel(complete=lambda p, s: "").capabilities
+    with pytest.raises(ValueError, match="workers must be >= 1"):
+        type(model)(factory, workers=0)
