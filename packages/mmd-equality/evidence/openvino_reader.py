@@ -1,7 +1,11 @@
-"""SmolLM2's GGUF file through OpenVINO GenAI's own GGUF reader, with the prompts tokenised as everywhere else."""
+"""SmolLM2's GGUF file through OpenVINO GenAI's own GGUF reader, with the prompts tokenised as everywhere else.
+
+python evidence/openvino_reader.py compares its greedy answers with those of transformers, llama.cpp and an OpenVINO export.
+"""
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from chapbook_shared.lm import Completion, Usage
@@ -13,7 +17,7 @@ from chapbook_shared.local_models import smollm2, smollm2_gguf
 class GgufReader(BatchModel):
     """Chat only; one pipeline with continuous batching, float32, a seed for every request."""
 
-    def __init__(self) -> None:
+    def __init__(self, **hints: str) -> None:
         super().__init__()
         import openvino_genai
         from transformers import AutoTokenizer
@@ -25,7 +29,7 @@ class GgufReader(BatchModel):
         scheduler = openvino_genai.SchedulerConfig()
         scheduler.max_num_seqs = 128
         scheduler.cache_size = 1
-        hints = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"}
+        hints = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32", **hints}
         self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(smollm2_gguf()), scheduler, "CPU", hints)
         self.requests = 0
 
@@ -55,3 +59,31 @@ class GgufReader(BatchModel):
             usage = Usage(prompt_tokens, len(ids))
             answers.append(Completion(text, "stop" if ended else "length", self.name, usage, tuple(ids)))
         return answers
+
+
+def greedy() -> None:
+    """How many characters of each greedy answer agree with transformers on the dequantised file."""
+    from sample_smollm2 import TOKENS, prompts
+
+    from chapbook_shared.lm import LocalModel, OpenVINOModel, Sampling
+    from mmd_equality.sampling import LlamaCpp
+
+    sampling = Sampling(temperature=0, max_tokens=TOKENS)
+    texts = [str(prompt.text) for prompt in prompts()]
+    local = LocalModel.smollm2()
+    expected = [local.chat(text, sampling).text for text in texts]
+
+    def show(name: str, model: Any) -> None:
+        found = [model.chat(text, sampling).text for text in texts]
+        agree = [len(os.path.commonprefix(pair)) for pair in zip(expected, found, strict=True)]
+        print(name, ", ".join(f"{a} of {len(text)}" for a, text in zip(agree, expected, strict=True)), flush=True)
+
+    with LlamaCpp(smollm2_gguf(), context=512, threads=1) as llama:
+        show("llama.cpp", llama)
+    show("OpenVINO export", OpenVINOModel.smollm2())
+    show("OpenVINO's GGUF reader", GgufReader())
+    show("the same without dynamic quantisation", GgufReader(DYNAMIC_QUANTIZATION_GROUP_SIZE="0"))
+
+
+if __name__ == "__main__":
+    greedy()

@@ -163,6 +163,7 @@ def _tables(document: Mapping[str, Any]) -> Iterator[Table]:
     if document["kind"] == "audit":
         head = [
             "endpoint",
+            "verdict",
             "task",
             "against",
             "MMD²",
@@ -171,7 +172,6 @@ def _tables(document: Mapping[str, Any]) -> Iterator[Table]:
             f"p ({document['correction']})",
             "power",
             "failed",
-            "verdict",
         ]
         body = []
         for row in document["rows"]:
@@ -179,8 +179,8 @@ def _tables(document: Mapping[str, Any]) -> Iterator[Table]:
             power = "-" if row["power"] is None else f"{row['power']:.2f}"
             body.append(
                 [
-                    row["endpoint"], row["task"], " + ".join(row["references"]), f"{row['effect']:.5f}", interval,
-                    f"{row['pvalue']:.4g}", f"{row['adjusted']:.4g}", power, f"{row['failure_rate']:.1%}", row["verdict"],
+                    row["endpoint"], row["verdict"], row["task"], " + ".join(row["references"]), f"{row['effect']:.5f}", interval,
+                    f"{row['pvalue']:.4g}", f"{row['adjusted']:.4g}", power, f"{row['failure_rate']:.1%}",
                 ]
             )  # fmt: skip
         yield "Verdicts", head, body

@@ -136,7 +136,8 @@ class Samples:
             if isinstance(label, bool) or not isinstance(label, (str, int)):
                 raise TypeError(f"{where}: prompt_id must be a str or an int, got {type(label).__name__}: {label!r}")
             requested = max(requested, _count(row, "max_tokens", where))
-            for code in row.get("warnings") or ():
+            codes = row.get("warnings") or ()
+            for code in (codes,) if isinstance(codes, str) else codes:
                 warned[str(code)] += 1
             value = _completion_of(row, level, where)
             if value is None:
