@@ -4,6 +4,8 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
+
 SCRIPT = """
     import torch
     import umup.nn as unn
@@ -46,6 +48,56 @@ SCRIPT = """
 def test_the_whole_loss_compiles_to_one_graph_and_follows_the_batch_size():
     done = subprocess.run(
         [sys.executable, "-c", textwrap.dedent(SCRIPT)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "same" in done.stdout
+
+
+INDUCTOR = """
+    import torch
+    import umup.nn as unn
+    from umup.hf import UmupConfig, UmupForCausalLM
+    from umup.optim import AdamW
+
+    torch.set_num_threads(1)
+
+    def losses(model, loss, ids):
+        optimizer = AdamW(model, lr=0.5, weight_decay=2**-13, fused=True)
+        found = []
+        for _ in range(4):
+            optimizer.zero_grad()
+            value = loss(ids)
+            value.backward()
+            optimizer.step()
+            found.append(value.item())
+        return found
+
+    def decoder():
+        torch.manual_seed(0)
+        model = unn.TransformerDecoder(13, 16, 2, 4, kv_heads=2, scale_seq_len=8)
+        return model, model.loss
+
+    def hf():
+        torch.manual_seed(0)
+        model = UmupForCausalLM(UmupConfig(vocab_size=13, hidden_size=16, head_dim=4, num_hidden_layers=2, scale_seq_len=8))
+        return model, lambda ids: model(ids, labels=ids).loss
+
+    ids = torch.randint(13, (3, 8))
+    for make in (decoder, hf):
+        model, loss = make()
+        wanted = losses(model, loss, ids)
+        model, loss = make()
+        got = losses(model, torch.compile(loss, fullgraph=True), ids)
+        assert wanted[-1] < wanted[0]
+        torch.testing.assert_close(torch.tensor(got), torch.tensor(wanted), rtol=1e-3, atol=1e-3)
+    print("same")
+"""
+
+
+@pytest.mark.slow
+def test_training_under_inductor_equals_eager_training():
+    done = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(INDUCTOR)], capture_output=True, text=True, timeout=600, check=False
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "same" in done.stdout

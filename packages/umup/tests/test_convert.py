@@ -51,6 +51,27 @@ def test_preserving_with_other_residual_weights_is_the_same_function():
     torch.testing.assert_close(ours(ids).logits, plain(ids).logits, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.parametrize(
+    ("name", "kwargs", "message"),
+    [
+        ("Granite", {"residual_multiplier": 0.2, "logits_scaling": 4.0}, "constants"),
+        ("Gemma", {"hidden_act": "silu", "head_dim": 6}, "constants"),
+        ("Mistral", {"sliding_window": 3}, "sliding_window=3"),
+    ],
+)
+def test_llamas_relatives_are_refused_rather_than_changed(name, kwargs, message):
+    import transformers
+
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(
+        **(llama().config.to_dict() | kwargs | {"tie_word_embeddings": False})
+    )
+    plain = getattr(transformers, f"{name}ForCausalLM")(config).train()
+    with pytest.raises(ValueError, match=message):
+        convert(plain, strategy="preserve")
+    assert plain.training
+
+
 def test_a_preserved_model_trains():
     ours = convert(llama(), strategy="preserve")
     optimizer = torch.optim.AdamW(get_param_groups(ours, 0.05))

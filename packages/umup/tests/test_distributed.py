@@ -36,17 +36,23 @@ WORKER = """
     wanted = {n: p.grad for n, p in whole.named_parameters()}
     groups = [(g["lr"], g["umup_names"]) for g in get_param_groups(whole, 1.0)]
 
-    model = make()
-    if kind == "fsdp2":
+    if kind.startswith("fsdp2"):
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
         from torch.distributed.fsdp import fully_shard
+        with torch.device("meta" if kind == "fsdp2-meta" else "cpu"):
+            model = make()
         for layer in model.layers:
             fully_shard(layer)
         fully_shard(model)
+        if kind == "fsdp2-meta":  # the way large models are made: no weights, shards, storage, then values
+            model.to_empty(device="cpu")
+            set_model_state_dict(model, whole.state_dict(), options=StateDictOptions(full_state_dict=True))
         from torch.distributed.fsdp import register_fsdp_forward_method
         register_fsdp_forward_method(model, "loss")
         forward = model.loss
         inner = model
     else:
+        model = make()
         from torch.nn.parallel import DistributedDataParallel
         inner = model
         wrapped = DistributedDataParallel(model)
@@ -74,7 +80,7 @@ WORKER = """
 """
 
 
-@pytest.mark.parametrize("kind", ["fsdp2", "ddp"])
+@pytest.mark.parametrize("kind", ["fsdp2", "fsdp2-meta", "ddp"])
 def test_two_processes_equal_one(kind, tmp_path):
     script = tmp_path / "worker.py"
     script.write_text(textwrap.dedent(WORKER), encoding="utf-8")

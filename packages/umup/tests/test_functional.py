@@ -174,6 +174,35 @@ def test_gradients_of_parts_with_the_steps_total_sum_to_the_whole(parts):
     assert loss == pytest.approx(whole.item())
 
 
+def unchecked(function):
+    """Without the shape checks that tests run under, as users call it."""
+    return getattr(function, "__wrapped__", function)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_losses_of_half_precision_inputs_are_summed_in_float32(dtype):
+    torch.manual_seed(0)
+    logits = (torch.randn(4096, 5) * 100).to(dtype).requires_grad_()
+    target = torch.randint(5, (4096,))
+    loss = U.cross_entropy(logits, target)
+    torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(logits.float(), target))
+    loss.backward()
+    assert logits.grad.dtype == dtype
+    assert torch.isfinite(logits.grad).all()
+    x = torch.full((4096,), 30.0, dtype=dtype, requires_grad=True)
+    loss = U.mse_loss(x, torch.zeros_like(x))
+    assert loss.item() == 900
+    loss.backward()
+    assert x.grad.float().mean().item() == pytest.approx(60 * 8**-0.5, rel=1e-2)
+
+
+def test_second_derivatives_are_those_of_the_plain_function():
+    torch.manual_seed(0)
+    x, gate = (torch.randn(3, 4, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    assert torch.autograd.gradcheck(lambda a, b: U.silu_glu(a, b, 2.0), (x, gate))
+    assert torch.autograd.gradgradcheck(lambda a, b: U.silu_glu(a, b, 2.0), (x, gate))
+
+
 @pytest.mark.parametrize(
     ("call", "message"),
     [
@@ -188,6 +217,7 @@ def test_gradients_of_parts_with_the_steps_total_sum_to_the_whole(parts):
         (lambda: U.gelu(torch.randn(3), mult=-1.0), "mult must be a positive"),
         (lambda: U.silu(torch.randn(3), mult=math.inf), "mult must be a positive"),
         (lambda: U.silu_glu(torch.randn(3), torch.randn(3), mult=math.nan), "mult must be a positive"),
+        (lambda: unchecked(U.silu_glu)(torch.randn(2, 3), torch.randn(1, 3)), r"one shape, got \(2, 3\) and \(1, 3\)"),
         (lambda: U.dropout(torch.randn(3), 1.0), r"\[0, 1\)"),
         (lambda: U.dropout(torch.randn(3), -0.1), r"\[0, 1\)"),
         (lambda: U.sdpa_scale(0, 8, is_causal=True), "at least 1"),

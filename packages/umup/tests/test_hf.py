@@ -56,6 +56,26 @@ def test_generating_with_a_cache_equals_the_full_pass(attention):
     torch.testing.assert_close(torch.cat(step, 1), full, rtol=1e-9, atol=1e-10)
 
 
+def test_the_caches_older_name_is_understood(model):
+    ids = torch.randint(31, (1, 6))
+    first = model(ids[:, :4], use_cache=True)
+    with pytest.warns(FutureWarning, match="past_key_values"):
+        rest = model(ids[:, 4:], past_key_values=first.cache)
+    torch.testing.assert_close(rest.logits, model(ids).logits[:, 4:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"cache_implementation": "static"}])
+def test_a_padded_batch_generates_what_each_row_alone_does(model, options):
+    model = model.double().eval()
+    ids = torch.randint(1, 31, (2, 6))
+    ids[0, :3] = 0
+    mask = (ids != 0).long()
+    more = {"max_new_tokens": 40, "do_sample": False, "pad_token_id": 0}  # past the positions it was made for
+    both = model.generate(ids, attention_mask=mask, **more, **options)
+    alone = model.generate(ids[:1, 3:], **more, use_cache=False, num_beams=options.get("num_beams", 1))
+    assert torch.equal(both[0, 3:], alone[0])
+
+
 def test_left_padding_does_not_change_what_follows(model):
     model = model.double().eval()
     ids = torch.randint(31, (1, 6))

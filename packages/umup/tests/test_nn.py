@@ -116,6 +116,58 @@ def test_decoding_with_a_cache_equals_the_full_pass():
     assert cache.length() == 12
 
 
+def test_decoding_a_padded_batch_with_a_cache_equals_the_full_pass():
+    model = small().double().eval()
+    ids = torch.randint(13, (2, 20))  # longer than scale_seq_len, too
+    keep = torch.ones(2, 1, 1, 20, dtype=torch.bool)
+    keep[0, ..., :3] = False
+    cache = unn.KVCache()
+    parts = [model(ids[:, a:b], keep[..., :b], cache) for a, b in [(0, 4), (4, 9), *((i, i + 1) for i in range(9, 20))]]
+    got, full = torch.cat(parts, 1), model(ids, keep)
+    torch.testing.assert_close(got[0, 3:], full[0, 3:], rtol=1e-9, atol=1e-10)
+    torch.testing.assert_close(got[1], full[1], rtol=1e-9, atol=1e-10)
+
+
+def test_a_cache_without_a_fixed_scale_is_refused():
+    model = unn.TransformerDecoder(13, 16, 1, 2)
+    with pytest.raises(ValueError, match="scale_seq_len"):
+        model(torch.zeros(1, 3, dtype=torch.long), None, unn.KVCache())
+
+
+def test_every_gradient_is_a_multiple_of_the_true_one():
+    """Unit scaling changes the length of a parameter's gradient, never its direction: against finite differences."""
+    torch.manual_seed(0)
+    model = unn.TransformerDecoder(
+        5,
+        8,
+        2,
+        2,
+        kv_heads=1,
+        intermediate_size=6,
+        scale_seq_len=4,
+        alpha_attn_softmax=2.0,
+        alpha_ffn_act=0.5,
+        alpha_res=0.5,
+        alpha_res_attn_ratio=2.0,
+        alpha_loss_softmax=1.5,
+    ).double()
+    ids = torch.randint(5, (2, 4))
+    model.loss(ids).backward()
+    for name, parameter in model.named_parameters():
+        flat, true = parameter.detach().view(-1), torch.zeros(parameter.numel(), dtype=torch.float64)
+        for i in range(len(flat)):
+            start = flat[i].item()
+            ends = []
+            for step in (1e-5, -1e-5):
+                flat[i] = start + step
+                with torch.no_grad():
+                    ends.append(model.loss(ids).item())
+            flat[i] = start
+            true[i] = (ends[0] - ends[1]) / 2e-5
+        cosine = torch.nn.functional.cosine_similarity(true, parameter.grad.view(-1), dim=0).item()
+        assert cosine == pytest.approx(1, abs=1e-7), name
+
+
 def test_a_padding_mask_hides_what_it_masks():
     model = small().double()
     ids = torch.randint(13, (1, 6))

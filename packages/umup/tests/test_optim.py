@@ -168,11 +168,21 @@ def test_clipping_works_on_the_root_mean_square():
         ({"lr": 1.0, "optimizer": "lion"}, "optimizer must be"),
         ({"lr": 1.0, "depth_unit": "head"}, "depth_unit"),
         ({"lr": 1.0, "foreign": "skip"}, "foreign"),
+        ({"lr": 1.0, "decay_kinds": ["hiden"]}, "hiden"),
     ],
 )
 def test_bad_numbers_are_refused_before_any_optimizer_exists(kwargs, message):
     with pytest.raises(ValueError, match=message):
         get_param_groups(small(), **kwargs)
+
+
+@pytest.mark.parametrize("value", ["1", None, True, torch.tensor(1.0)])
+def test_what_is_no_number_is_named(value):
+    unchecked = getattr(get_param_groups, "__wrapped__", get_param_groups)  # without the type checks of the tests
+    with pytest.raises(TypeError, match="lr must be a number, got"):
+        unchecked(small(), value)
+    with pytest.raises(TypeError, match="weight_decay must be a number, got"):
+        unchecked(small(), 1.0, value)
 
 
 def test_adam_with_independent_decay_warns():

@@ -142,6 +142,55 @@ def test_the_real_cast_equals_the_simulation():
         torch.testing.assert_close(real, simulated, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.skipif(not hasattr(nn.functional, "scaled_mm"), reason="this torch has no public scaled_mm")
+@pytest.mark.parametrize("critical", ["high", "e5m2", "fp8"])
+def test_what_is_handed_to_the_hardware_fits_its_rules(critical, monkeypatch):
+    """Row-major times column-major, never two E5M2, sizes in multiples of 16; here 15 tokens, whose sum must be padded."""
+    calls = []
+
+    def kernel(a, b, scale_a, recipe_a, scale_b, recipe_b, *, output_dtype):
+        assert (a.stride(1), b.stride(0)) == (1, 1)
+        assert a.shape[1] % 16 == b.shape[0] % 16 == b.shape[1] % 16 == 0
+        assert {a.dtype, b.dtype} <= {torch.float8_e4m3fn, torch.float8_e5m2}
+        assert (a.dtype, b.dtype) != (torch.float8_e5m2, torch.float8_e5m2)
+        assert scale_a.dtype == scale_b.dtype == torch.float32
+        calls.append((a.dtype, b.dtype))
+        return ((a.float() @ b.float()) * scale_a * scale_b).to(output_dtype)
+
+    monkeypatch.setattr(nn.functional, "scaled_mm", kernel)
+    torch.manual_seed(0)
+    model = unn.TransformerDecoder(64, 32, 1, 2, intermediate_size=48, scale_seq_len=5)
+    ids = torch.randint(64, (3, 5))
+    grads = []
+    for backend in ("simulate", "scaled_mm"):
+        model.zero_grad()
+        with fp8(model, backend=backend, critical=critical) as report:
+            model.loss(ids).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert len(calls) == 3 * len(report.fp8)
+    for simulated, real in zip(*grads, strict=True):
+        torch.testing.assert_close(real, simulated, rtol=1e-4, atol=1e-4)
+
+
+def test_scaled_mm_without_the_call_says_so(monkeypatch):
+    monkeypatch.delattr(nn.functional, "scaled_mm", raising=False)
+    with pytest.raises(RuntimeError, match="simulate"), fp8(decoder(), backend="scaled_mm"):
+        pass
+
+
+def test_contexts_nest_and_leave_what_they_found():
+    model = nn.Sequential(unn.Linear(16, 16), nn.Linear(16, 16))
+    x = torch.randn(4, 16)
+    exact = model(x)
+    with simulate_fp8(model, plain=True):
+        outer = model(x)
+        with simulate_fp8(model, plain=True, fnuz=True):
+            assert not torch.equal(model(x), outer)
+        assert torch.equal(model(x), outer)
+    assert torch.equal(model(x), exact)
+    assert not torch.equal(outer, exact)
+
+
 @pytest.mark.gpu
 def test_the_real_cast_runs_on_the_gpu():
     if not fp8_available("cuda"):

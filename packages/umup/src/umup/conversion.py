@@ -61,6 +61,9 @@ def _check(plain: nn.Module, tie: str) -> None:
             _require(False, f"({type(plain).__name__}) has no {name}")
     config: Any = plain.config
     _require(getattr(config, "hidden_act", "silu") == "silu", f"has hidden_act={getattr(config, 'hidden_act', None)!r}")
+    window = getattr(config, "sliding_window", None)
+    if getattr(config, "use_sliding_window", True) and window and window < config.max_position_embeddings:
+        _require(False, f"has sliding_window={window}, less than max_position_embeddings")
     known = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"}
     for name, module in plain.get_submodule("model.layers.0").named_modules():
         last = name.rpartition(".")[2]
@@ -86,6 +89,9 @@ def convert(
     `strategy`: "reinit" (fresh N(0, 1) weights from `seed`, all multipliers 1 unless given in `config`) or "preserve" (the
     same logits; norm gains are kept and trainable). `tie`: "error", or "untie" to copy a tied embedding. `config`: changes
     to the `UmupConfig`, e.g. `scale_seq_len`, `alpha_res`.
+
+    ValueError for what is not Llama-type; "preserve" also runs both models on a few tokens and raises if they differ (some
+    models have Llama's modules but further constants, as Granite and Gemma do).
     """
     if strategy not in ("reinit", "preserve"):
         raise ValueError(f"strategy must be 'reinit' or 'preserve', got {strategy!r}")
@@ -98,7 +104,24 @@ def convert(
             if seed is not None:
                 torch.manual_seed(seed)
             return UmupForCausalLM(UmupConfig(**_config(plain, **config))).to(dtype)
-    return _preserve(plain, config).to(dtype)
+    ours = _preserve(plain, config)
+    _check_same(plain, ours)
+    return ours.to(dtype)
+
+
+@torch.no_grad()
+def _check_same(plain: Any, ours: UmupForCausalLM) -> None:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(plain.config.vocab_size, (1, 16), generator=generator)
+    training = plain.training
+    wanted = plain.eval()(ids.to(plain.lm_head.weight.device)).logits.double().cpu()
+    plain.train(training)
+    got = ours.eval()(ids).logits.double()
+    ours.train()
+    size = wanted.square().mean().sqrt()
+    error = ((got - wanted).square().mean().sqrt() / size.clamp(min=1e-30)).item()
+    rounding = 1e-3 if plain.lm_head.weight.dtype in (torch.float32, torch.float64) else 0.1
+    _require(error <= rounding, f"has other constants: its logits would change by {error:.2g} of their size")
 
 
 def _std(weight: Tensor) -> float:

@@ -55,7 +55,9 @@ def evidence(
 
     `lrs` and `seeds` are by setting. Finished runs are kept in `store`, so that what was interrupted goes on.
     """
-    cells = [(label, size, lr, seed) for label in settings for size in sizes for lr in lrs[label] for seed in seeds[label]]
+    cells = [
+        (label, size, lr, seed) for label in settings for size in sizes for lr in lrs[label] for seed in seeds[label]
+    ]
     params = {
         cell: {**settings[cell[0]], **sizes[cell[1]], "lr": cell[2], "steps": steps, "seed": cell[3]} for cell in cells
     }
@@ -105,7 +107,15 @@ def _power(lr: float) -> str:
     return f"2^{round(math.log2(lr))}"
 
 
-COLUMNS = ["scheme", "seeds", "best lr, proxy", "best lr, target", "loss, proxy", "target at proxy's lr", "cost of transfer"]
+COLUMNS = [
+    "scheme",
+    "seeds",
+    "best lr, proxy",
+    "best lr, target",
+    "loss, proxy",
+    "target at proxy's lr",
+    "cost of transfer",
+]
 
 
 def rows(losses: Losses, proxy: str, target: str) -> list[list[Any]]:

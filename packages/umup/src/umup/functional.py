@@ -21,7 +21,7 @@ from jaxtyping import Float, Int, Shaped
 from torch import Tensor
 
 from umup.residual import residual_add, residual_apply, residual_split
-from umup.scaling import Constraint, apply_constraint, log_interpolate, scale, scale_bwd, scale_fwd
+from umup.scaling import Constraint, apply_constraint, log_interpolate, scale, scale_bwd, scale_fwd, with_signature
 
 __all__ = [
     "add",
@@ -73,6 +73,7 @@ class _Linear(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @with_signature
     def forward(x: Any, weight: Any, bias: Any, alpha: Any, beta: Any, gamma: Any) -> Any:
         rows = x.reshape(-1, x.shape[-1])
         y = _mm(rows, weight.t(), alpha)
@@ -313,44 +314,12 @@ def silu_glu_scale(mult: float = 1.0) -> float:
     return log_interpolate(1 / (1 + 1 / mult**2), 2.0, 2**0.5)
 
 
-def _scaled_product(a: Tensor, b: Tensor, factor: float) -> Tensor:
-    """`factor * a * b` in one pass over memory."""
-    return torch.addcmul(a.new_zeros(()), a, b, value=factor)
-
-
-class _SiluGlu(torch.autograd.Function):
-    """`s x act` with act = silu(mult gate) / mult, the factor inside the products: as many passes as without it."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(x: Any, gate: Any, s: Any, mult: Any) -> Any:
-        act = F.silu(gate) if mult == 1 else F.silu(gate * mult) / mult
-        return _scaled_product(x, act, s), act
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        x, gate, ctx.s, ctx.mult = inputs
-        ctx.mark_non_differentiable(output[1])
-        ctx.set_materialize_grads(False)
-        ctx.save_for_backward(x, gate, output[1])
-
-    @staticmethod
-    def backward(ctx: Any, grad: Any, _: Any) -> Any:
-        x, gate, act = ctx.saved_tensors
-        if grad is None:
-            return None, None, None, None
-        inner = gate if ctx.mult == 1 else gate * ctx.mult
-        grad_gate = torch.ops.aten.silu_backward(_scaled_product(grad, x, ctx.s), inner)
-        return _scaled_product(grad, act, ctx.s), grad_gate, None, None
-
-
 def silu_glu(x: Float[Tensor, "*shape"], gate: Float[Tensor, "*shape"], mult: float = 1.0) -> Float[Tensor, "*shape"]:
     """Unit-scaled SwiGLU `x gate sigmoid(mult gate)` (alpha_ffn-act = mult)."""
     if x.shape != gate.shape:
         raise ValueError(f"silu_glu: x and gate must have one shape, got {tuple(x.shape)} and {tuple(gate.shape)}")
-    dtype = torch.promote_types(x.dtype, gate.dtype)
-    return _SiluGlu.apply(x.to(dtype), gate.to(dtype), silu_glu_scale(mult), mult)[0]
+    # In place: nobody else holds the activation, and autograd needs only its input.
+    return x * _silu(gate, mult).mul_(silu_glu_scale(mult))
 
 
 def softmax(
@@ -479,6 +448,10 @@ def add(
     return scale_fwd(scale_bwd(a, scale_a) + scale_bwd(b, scale_b), alpha)
 
 
+def _at_least_float32(x: Tensor) -> Tensor:
+    return x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
+
+
 def cross_entropy(
     logits: Float[Tensor, "*batch vocab"],
     target: Int[Tensor, "*batch"],
@@ -499,7 +472,8 @@ def cross_entropy(
 
     `total`: valid targets in the whole optimiser step, when this call sees a part of them (gradient accumulation, data
     parallel with gradients summed): the mean is over `total` and gradients are scaled for it. `reduction="mean"` only.
-    No valid target: value 0, gradient 0, and a warning (on CPU, where asking costs no synchronisation).
+    No valid target: value 0, gradient 0, and a warning (on CPU, where asking costs no synchronisation). Half-precision logits
+    are taken in float32, and so is the loss: a sum over a batch of them overflows float16.
     """
     _check_mult(mult)
     vocab = logits.shape[-1]
@@ -518,7 +492,7 @@ def cross_entropy(
     valid = (target != ignore_index).sum()
     if not torch.compiler.is_compiling() and valid.device.type == "cpu" and int(valid) == 0:
         warnings.warn("cross_entropy: every target is ignored, the loss and its gradient are 0", stacklevel=2)
-    flat = logits.reshape(-1, vocab)
+    flat = _at_least_float32(logits.reshape(-1, vocab))
     losses = F.cross_entropy(
         flat if mult == 1 else flat * mult,
         target.reshape(-1),
@@ -537,12 +511,12 @@ def cross_entropy(
 
 
 def mse_loss(x: Float[Tensor, "*shape"], target: Float[Tensor, "..."], reduction: str = "mean") -> Float[Tensor, ""]:
-    """Unit-scaled squared error: value as usual, gradient 8^-1/2 times that of the sum."""
+    """Unit-scaled squared error: value as usual (half precision: in float32), gradient 8^-1/2 times that of the sum."""
     if x.shape != target.shape:
         raise ValueError(
             f"mse_loss: input and target must have one shape, got {tuple(x.shape)} and {tuple(target.shape)}"
         )
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction must be 'mean' or 'sum', got {reduction!r}")
-    loss = F.mse_loss(x, target, reduction="sum")
+    loss = F.mse_loss(_at_least_float32(x), _at_least_float32(target), reduction="sum")
     return scale(loss, fwd=1 / max(x.numel(), 1) if reduction == "mean" else 1.0, bwd=8**-0.5)

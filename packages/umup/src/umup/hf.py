@@ -44,6 +44,7 @@ from transformers.models.llama.modeling_llama import (
     apply_rotary_pos_emb,
     eager_attention_forward,
 )
+from transformers.utils.deprecation import deprecate_kwarg
 from transformers.utils.generic import can_return_tuple, merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
@@ -297,6 +298,7 @@ class UmupModel(UmupPreTrainedModel):
         self.gradient_checkpointing = False
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @merge_with_config_defaults
     @capture_outputs
     def forward(
@@ -357,6 +359,7 @@ class UmupForCausalLM(UmupPreTrainedModel, GenerationMixin):
             self.get_submodule(name).eps = float(eps)  # type: ignore[assignment]
         self.post_init()
 
+    @deprecate_kwarg("past_key_values", "5.40.0", new_name="cache")
     @can_return_tuple
     def forward(
         self,
@@ -385,9 +388,7 @@ class UmupForCausalLM(UmupPreTrainedModel, GenerationMixin):
         loss = None
         if labels is not None:
             targets = nn.functional.pad(labels, (0, 1), value=-100)[:, 1:]
-            loss = U.cross_entropy(
-                logits.float(), targets, mult=self.config.alpha_loss_softmax, total=num_items_in_batch
-            )
+            loss = U.cross_entropy(logits, targets, mult=self.config.alpha_loss_softmax, total=num_items_in_batch)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,

@@ -46,6 +46,17 @@ __all__ = [
 ]
 
 
+def _roles(kind: str, fan_in: int, fan_out: int, bias: bool) -> dict[str, Role]:
+    roles = {"weight": Role(kind, fan_in, fan_out)}
+    return roles | {"bias": Role("bias", 1, fan_out)} if bias else roles
+
+
+def _reset(module: nn.Linear | nn.Conv1d) -> None:
+    nn.init.normal_(module.weight)
+    if module.bias is not None:
+        nn.init.zeros_(module.bias)
+
+
 class Linear(nn.Linear):
     """Unit-scaled linear map for hidden weights.
 
@@ -54,6 +65,7 @@ class Linear(nn.Linear):
     """
 
     kind = "hidden"
+    function = staticmethod(U.linear)
 
     def __init__(
         self,
@@ -70,17 +82,13 @@ class Linear(nn.Linear):
         self.multiplier = multiplier
         self.grad_scale = 1.0
         self.matmul: Callable[..., Tensor] | None = None
-        self.umup_roles = {"weight": Role(self.kind, in_features, out_features)}
-        if bias:
-            self.umup_roles["bias"] = Role("bias", 1, out_features)
+        self.umup_roles = _roles(self.kind, in_features, out_features, bias)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        _reset(self)
 
     def forward(self, x: Float[Tensor, "*batch fan_in"]) -> Float[Tensor, "*batch fan_out"]:
-        return U.linear(
+        return self.function(
             x,
             self.weight,
             self.bias,
@@ -95,6 +103,7 @@ class LinearReadout(Linear):
     """Unit-scaled last linear map (role "output"): forward factor 1/fan_in."""
 
     kind = "output"
+    function = staticmethod(U.linear_readout)
 
     def __init__(
         self,
@@ -107,17 +116,6 @@ class LinearReadout(Linear):
         multiplier: float = 1.0,
     ) -> None:
         super().__init__(in_features, out_features, bias, device, dtype, constraint, multiplier)
-
-    def forward(self, x: Float[Tensor, "*batch fan_in"]) -> Float[Tensor, "*batch fan_out"]:
-        return U.linear_readout(
-            x,
-            self.weight,
-            self.bias,
-            self.constraint,
-            multiplier=self.multiplier,
-            grad_scale=self.grad_scale,
-            matmul=self.matmul,
-        )
 
 
 class Conv1d(nn.Conv1d):
@@ -144,14 +142,10 @@ class Conv1d(nn.Conv1d):
         )
         self.constraint = constraint
         self.grad_scale = 1.0
-        self.umup_roles = {"weight": Role("hidden", in_channels // groups * kernel_size, out_channels)}
-        if bias:
-            self.umup_roles["bias"] = Role("bias", 1, out_channels)
+        self.umup_roles = _roles("hidden", in_channels // groups * kernel_size, out_channels, bias)
 
     def reset_parameters(self) -> None:
-        nn.init.normal_(self.weight)
-        if self.bias is not None:
-            nn.init.zeros_(self.bias)
+        _reset(self)
 
     def forward(self, x: Float[Tensor, "*batch channels length"]) -> Float[Tensor, "*batch out new_length"]:
         return U.conv1d(
@@ -392,7 +386,7 @@ class Attention(nn.Module):
     """Unit-scaled multi-head self-attention with grouped keys, rotary positions, masks and a cache.
 
     `kv_heads` < `heads`: grouped-query attention. `rope_theta=None`: no position encoding. `scale_seq_len`: the length the
-    output scale is computed for; None takes the run-time length (as unit-scaling does; do not decode with a cache then).
+    output scale is computed for; None takes the run-time length (as unit-scaling does), and then no cache is possible.
     `mult` is alpha_attn-softmax.
     """
 
@@ -434,9 +428,15 @@ class Attention(nn.Module):
     ) -> Float[Tensor, "batch length hidden"]:
         """`attn_mask`: bool (True: attend) or additive, broadcastable to (batch, heads, queries, keys); on top of causality."""
         batch, length, _ = x.shape
-        q = self.q_proj(x).view(batch, length, self.heads, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, length, self.kv_heads, self.head_dim).transpose(1, 2)
+        q, k, v = (
+            projection(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+            for projection in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        if cache is not None and self.scale_seq_len is None:
+            raise ValueError(
+                "decoding with a cache needs scale_seq_len (the training length): with None the output scale follows the number"
+                " of keys, so a cached pass would differ from the full one"
+            )
         past = 0 if cache is None else cache.length(self.layer_index)
         if self.rope_theta is not None:
             positions = torch.arange(past, past + length, device=x.device)
@@ -560,7 +560,7 @@ class TransformerDecoder(nn.Module):
 
     def loss(self, ids: Int[Tensor, "batch length"]) -> Float[Tensor, ""]:
         """Mean next-token cross-entropy, in nats."""
-        return U.cross_entropy(self(ids)[:, :-1].float(), ids[:, 1:], mult=self.alpha_loss_softmax)
+        return U.cross_entropy(self(ids)[:, :-1], ids[:, 1:], mult=self.alpha_loss_softmax)
 
 
 @contextmanager

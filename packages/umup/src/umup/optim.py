@@ -12,6 +12,7 @@ output, bias and norm 1; all times depth^-1/2 inside a depth stack.
 from __future__ import annotations
 
 import math
+import numbers
 import warnings
 from collections.abc import Iterable
 from typing import Any
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from umup.roles import Role, UmupParameterError, parameter_roles
+from umup.roles import KINDS, Role, UmupParameterError, parameter_roles
 
 __all__ = ["SGD", "Adam", "AdamW", "check_optimizer", "clip_grad_norm_", "get_param_groups", "lr_scale"]
 
@@ -72,10 +73,9 @@ def _readout_constraint(model: nn.Module) -> str | None:
 
 
 def _check_number(name: str, value: Any, *, zero: bool) -> float:
-    if isinstance(value, Tensor):
-        raise TypeError(
-            f"{name} must be a number, got a tensor: scale the groups' lr in place afterwards if you need one"
-        )
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        hint = ": scale the groups' lr in place afterwards if you need one" if isinstance(value, Tensor) else ""
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}{hint}")
     if not math.isfinite(value) or value < 0 or (value == 0 and not zero):
         raise ValueError(f"{name} must be a finite number {'>= 0' if zero else '> 0'}, got {value}")
     return float(value)
@@ -90,7 +90,7 @@ def get_param_groups(
     weight_decay_mode: str = "independent",
     depth_unit: str = "layer",
     foreign: str = "error",
-    decay_kinds: Iterable[str] = ("input", "hidden", "output", "bias", "norm"),
+    decay_kinds: Iterable[str] = KINDS,
 ) -> list[dict[str, Any]]:
     """Parameter groups for any torch-style optimiser: `torch.optim.AdamW(get_param_groups(model, lr=1.0), fused=True)`.
 
@@ -118,6 +118,8 @@ def get_param_groups(
             stacklevel=2,
         )
     decays = set(decay_kinds)
+    if not decays <= set(KINDS):
+        raise ValueError(f"decay_kinds must be among {KINDS}, got {sorted(decays - set(KINDS))}")
     roled, strangers = parameter_roles(model, depth_unit=depth_unit, foreign=foreign)
     if not roled and not strangers:
         raise UmupParameterError("the model has no trainable parameters")
@@ -144,8 +146,11 @@ def get_param_groups(
     return list(groups.values())
 
 
-class AdamW(torch.optim.AdamW):
-    """`torch.optim.AdamW` over `get_param_groups(model, lr, weight_decay)`."""
+class _OverGroups:
+    """Makes a torch optimiser take a model, whose `get_param_groups` it steps."""
+
+    kind = "adamw"
+    decay_mode = "independent"
 
     def __init__(
         self,
@@ -153,66 +158,38 @@ class AdamW(torch.optim.AdamW):
         lr: float = 1.0,
         weight_decay: float = 0.0,
         *,
-        weight_decay_mode: str = "independent",
+        weight_decay_mode: str | None = None,
         depth_unit: str = "layer",
         foreign: str = "error",
         **kwargs: Any,
     ) -> None:
         groups = get_param_groups(
-            model, lr, weight_decay, weight_decay_mode=weight_decay_mode, depth_unit=depth_unit, foreign=foreign
+            model,
+            lr,
+            weight_decay,
+            optimizer=self.kind,
+            weight_decay_mode=weight_decay_mode or self.decay_mode,
+            depth_unit=depth_unit,
+            foreign=foreign,
         )
-        super().__init__(groups, lr=lr, **kwargs)
+        super().__init__(groups, lr=lr, **kwargs)  # type: ignore[call-arg]
 
 
-class Adam(torch.optim.Adam):
+class AdamW(_OverGroups, torch.optim.AdamW):
+    """`torch.optim.AdamW` over `get_param_groups(model, lr, weight_decay, ...)`; other arguments are torch's."""
+
+
+class Adam(_OverGroups, torch.optim.Adam):
     """`torch.optim.Adam` over `get_param_groups`; its weight decay is an L2 term, so coupled."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float = 1.0,
-        weight_decay: float = 0.0,
-        *,
-        depth_unit: str = "layer",
-        foreign: str = "error",
-        **kwargs: Any,
-    ) -> None:
-        groups = get_param_groups(
-            model,
-            lr,
-            weight_decay,
-            optimizer="adam",
-            weight_decay_mode="coupled",
-            depth_unit=depth_unit,
-            foreign=foreign,
-        )
-        super().__init__(groups, lr=lr, **kwargs)
+    kind = "adam"
+    decay_mode = "coupled"
 
 
-class SGD(torch.optim.SGD):
+class SGD(_OverGroups, torch.optim.SGD):
     """`torch.optim.SGD` over `get_param_groups(model, lr, weight_decay, optimizer="sgd")`."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        lr: float = 1.0,
-        weight_decay: float = 0.0,
-        *,
-        weight_decay_mode: str = "independent",
-        depth_unit: str = "layer",
-        foreign: str = "error",
-        **kwargs: Any,
-    ) -> None:
-        groups = get_param_groups(
-            model,
-            lr,
-            weight_decay,
-            optimizer="sgd",
-            weight_decay_mode=weight_decay_mode,
-            depth_unit=depth_unit,
-            foreign=foreign,
-        )
-        super().__init__(groups, lr=lr, **kwargs)
+    kind = "sgd"
 
 
 def check_optimizer(optimizer: Any, *, tolerance: float = 1e-6) -> float:

@@ -86,6 +86,11 @@ def fp8_available(device: torch.device | str) -> bool:
 
 def _scaled_mm(a: Tensor, b_t: Tensor, factor: float, dtype: torch.dtype) -> Tensor:
     """`factor * a @ b_t.T` of FP8 matrices, both row-major as the hardware wants the left and the transposed right one."""
+    inner = -a.shape[1] % 16
+    if (
+        inner
+    ):  # the hardware takes multiples of 16, and the tokens that gradients sum over are any number; zeros add nothing
+        a, b_t = F.pad(a, (0, inner)), F.pad(b_t, (0, inner))
     one = torch.ones((), device=a.device)
     tensorwise = F.ScalingType.TensorWise
     return F.scaled_mm(a, b_t.t(), one * factor, tensorwise, one, tensorwise, output_dtype=dtype)
@@ -218,7 +223,7 @@ def fp8(
             raise ValueError("backend='scaled_mm' rounds to nearest in the OCP formats: use backend='simulate'")
     e4m3, e5m2 = ("e4m3fnuz", "e5m2fnuz") if fnuz else ("e4m3fn", "e5m2")
     report = Fp8Report(backend)
-    touched: list[nn.Module] = []
+    before: list[tuple[nn.Module, str, Any]] = []
     weights = fp8_weights = 0
     try:
         for name, module in model.named_modules():
@@ -238,21 +243,19 @@ def fp8(
                 continue
             formats = (e5m2 if is_critical and critical == "e5m2" else e4m3, e4m3, e5m2)
             matmul = Fp8Matmul(name, formats, rounding, backend, report.counts if count else None)
-            if isinstance(module, unn.Linear):
-                module.matmul = matmul
-            else:
-                module.forward = _plain_forward(module, matmul)  # type: ignore[method-assign]
-            touched.append(module)
+            attribute, value = ("matmul", matmul) if ours else ("forward", _plain_forward(module, matmul))
+            before.append((module, attribute, vars(module).get(attribute)))
+            setattr(module, attribute, value)
             report.fp8.append(name)
             fp8_weights += module.weight.numel()
         report.share_of_weights = fp8_weights / max(weights, 1)
         yield report
     finally:
-        for module in touched:
-            if isinstance(module, unn.Linear):
-                module.matmul = None
-            else:
+        for module, attribute, value in before:
+            if attribute == "forward" and value is None:
                 del module.forward
+            else:
+                setattr(module, attribute, value)
 
 
 def _plain_forward(module: nn.Linear, matmul: Fp8Matmul) -> Any:

@@ -21,6 +21,8 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
+from umup.scaling import with_signature
+
 
 class ResidualPairError(RuntimeError):
     """A `residual_add` without its `residual_split`, or with another tau."""
@@ -32,6 +34,7 @@ class _Split(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @with_signature
     def forward(x: Any, branch_weight: Any, skip_weight: Any) -> Any:
         return x.view_as(x), x.view_as(x)
 
@@ -56,6 +59,7 @@ class _Add(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
+    @with_signature
     def forward(branch: Any, skip: Any, branch_weight: Any, skip_weight: Any) -> Any:
         return torch.add(skip * skip_weight, branch, alpha=branch_weight)
 

@@ -12,6 +12,7 @@ Symbols   paper   here
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any
@@ -97,12 +98,19 @@ def log_interpolate(weight: float, lower: float, upper: float) -> float:
     return math.exp(weight * math.log(upper) + (1 - weight) * math.log(lower))
 
 
+def with_signature(forward: Callable[..., Any]) -> Callable[..., Any]:
+    """Keep a function's signature, which `torch.autograd.Function.apply` would otherwise work out anew at every call."""
+    forward.__signature__ = inspect.signature(forward)  # type: ignore[attr-defined]
+    return forward
+
+
 class _Scale(torch.autograd.Function):
     """Different factors forward and backward. Nothing is saved: the factors are plain numbers."""
 
     generate_vmap_rule = True
 
     @staticmethod
+    @with_signature
     def forward(x: Any, fwd: Any, bwd: Any) -> Any:
         return x.view_as(x) if not isinstance(fwd, Tensor) and fwd == 1 else x * fwd
 
