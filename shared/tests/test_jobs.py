@@ -101,6 +101,12 @@ def test_a_resume_with_other_settings_names_each_difference(path):
         assert store.settings == {"model": "m", "n": 1, "gone": True}
 
 
+def test_a_setting_that_is_none_differs_from_one_that_is_absent(path):
+    Store(path, settings={"a": 1, "b": None}).close()
+    with pytest.raises(SettingsMismatchError, match="b: None on one side, absent on the other"):
+        Store(path, settings={"a": 1})
+
+
 def test_settings_with_nan_equal_themselves_and_types_differ(path):
     Store(path, settings={"x": math.nan, "y": 1}).close()
     Store(path, settings={"x": math.nan, "y": 1}).close()

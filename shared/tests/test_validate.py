@@ -58,6 +58,9 @@ def test_numpy_scalars_are_numbers():
 def test_choice_lists_the_choices():
     with pytest.raises(ValueError, match="mode must be one of 'mean', 'sum', got 'max'"):
         check_choice("mode", "max", ("mean", "sum"))
+    for choices in ({"mean": 1, "sum": 2}, {"mean", "sum"}):
+        with pytest.raises(ValueError, match=r"mode must be one of .*, got \['mean'\]"):
+            check_choice("mode", ["mean"], choices)
 
 
 def test_a_missing_extra_names_the_install_line():

@@ -44,7 +44,12 @@ class SettingsMismatchError(ValueError):
 
     def __init__(self, path: Path, differing: Mapping[str, tuple[Any, Any]]):
         self.differing = dict(differing)
-        lines = "".join(f"\n  {name}: {old!r} in the store, {new!r} now" for name, (old, new) in differing.items())
+        lines = "".join(
+            f"\n  {name}: None on one side, absent on the other"
+            if old is None and new is None
+            else f"\n  {name}: {old!r} in the store, {new!r} now"
+            for name, (old, new) in differing.items()
+        )
         super().__init__(
             f"{path} was begun with other settings, so its records cannot be mixed with new ones:{lines}\n"
             "resume with the stored settings, or write to another path"

@@ -43,7 +43,7 @@ def check_int(name: str, value: Any, *, minimum: int | None = None, maximum: int
 
 def check_choice(name: str, value: T, choices: Collection[T]) -> None:
     """Raise ValueError unless `value` is one of `choices`."""
-    if value not in choices:
+    if value not in tuple(choices):  # a mapping or set would ask for a hash, which a list has not
         options = ", ".join(repr(choice) for choice in choices)
         raise ValueError(f"{name} must be one of {options}, got {value!r}")
 
