@@ -9,6 +9,7 @@ from magpie_synth import Magpie, Run
 from magpie_synth.exports import read_rows, write_shards
 
 ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.slow
 
 
 def factory():

@@ -266,22 +266,27 @@ class Magpie:
     def _answer(
         self, store: Store, out: Path, keys: Sequence[RowKey], responses: int | None, turns: int, progress: Progress
     ) -> None:
-        asked = [store.get(f"instruction/{key.id}") for key in keys]
-        kept = answerable(asked)[:responses]
-        pending = [record for record in kept if f"response/{record['id']}" not in store]
+        drawn = {record["id"]: record for _, record in store.items("instruction/")}
+        kept = answerable([drawn[key.id] for key in keys])[:responses]
+        missing = set(store.missing(f"response/{record['id']}" for record in kept))
+        pending = [record for record in kept if f"response/{record['id']}" in missing]
         found = self._responses((record["id"], record) for record in pending)
         self._store(store, "response", found, len(pending), progress)
         Run(out).write_stats()
         wanted = {record["id"] for record in kept}
         for turn in range(2, turns + 1):
-            rows = [row for row in Run(out).rows() if row.id in wanted and row.turns >= turn - 1]
-            ask = [row for row in rows if row.turns == turn - 1 and f"instruction-{turn}/{row.id}" not in store]
-            self._store(
-                store, f"instruction-{turn}", self._follow_ups(((r.id, r) for r in ask), turn), len(ask), progress
-            )
-            todo = [row for row in rows if row.turns == turn - 1 and f"response-{turn}/{row.id}" not in store]
-            questions = {row.id: store.get(f"instruction-{turn}/{row.id}") for row in todo}
-            open_rows = [row.with_question(questions[row.id]) for row in todo if questions[row.id]["drop"] is None]
+            rows = [row for row in Run(out).rows() if row.id in wanted and row.turns == turn - 1]
+            missing = set(store.missing(f"instruction-{turn}/{row.id}" for row in rows))
+            ask = [row for row in rows if f"instruction-{turn}/{row.id}" in missing]
+            asked = self._follow_ups(((row.id, row) for row in ask), turn)
+            self._store(store, f"instruction-{turn}", asked, len(ask), progress)
+            questions = {record["id"]: record for _, record in store.items(f"instruction-{turn}/")}
+            missing = set(store.missing(f"response-{turn}/{row.id}" for row in rows))
+            open_rows = [
+                row.with_question(questions[row.id])
+                for row in rows
+                if f"response-{turn}/{row.id}" in missing and questions[row.id]["drop"] is None
+            ]
             found = self._responses(((row.id, row) for row in open_rows), turn=turn)
             self._store(store, f"response-{turn}", found, len(open_rows), progress)
             Run(out).write_stats()
@@ -337,7 +342,8 @@ class Magpie:
         if self._first == FirstToken():
             yield from self._completed(self._asker, requests)
             return
-        while block := list(islice(requests, BLOCK)):
+        size = getattr(model, "wave", BLOCK)  # a cluster's workers load the model once a wave
+        while block := list(islice(requests, size)):
             going_on: dict[str, tuple[Request, Completion]] = {}
             for request, first in begun(model, block, self._first):
                 ids = first.token_ids or ()

@@ -52,7 +52,7 @@ class RayModel:
         self._data: Any = import_extra("ray.data", "magpie-synth[ray]")
         if not self._ray.is_initialized():
             self._ray.init(log_to_driver=False, include_dashboard=False, configure_logging=False)
-        self._factory, self._workers, self._block, self._wave = factory, workers, block, wave
+        self._factory, self._workers, self._block, self.wave = factory, workers, block, wave
         self._resources = {"num_cpus": cpus, "num_gpus": gpus}
         describe = self._ray.remote(**self._resources)(_describe)
         self.name, self.capabilities = self._ray.get(describe.remote(factory))
@@ -60,7 +60,7 @@ class RayModel:
     def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]:
         """As `LanguageModel.complete_each`; rows come back a block at a time."""
         numbered = enumerate(requests)
-        while wave := list(islice(numbered, self._wave)):
+        while wave := list(islice(numbered, self.wave)):
             yield from self._wave_of(wave)
 
     def complete_many(self, prompts: Sequence[Prompt], sampling: Sequence[Sampling]) -> list[list[Completion]]:
@@ -80,14 +80,13 @@ class RayModel:
         ]
         context = self._data.DataContext.get_current()
         context.enable_progress_bars = False
-        context.print_on_execution_start = False
         answers = self._data.from_items(blocks, override_num_blocks=len(blocks)).map(
             _Worker,
             fn_constructor_args=(self._factory,),
-            concurrency=min(self._workers, len(blocks)),
+            compute=self._data.ActorPoolStrategy(size=min(self._workers, len(blocks))),
             **self._resources,
         )
-        for answer in answers.iter_rows(prefetch_batches=0):
+        for answer in answers.iter_rows():
             for place, completions in json.loads(answer["rows"]):
                 yield place, [_completion_from_json(completion) for completion in completions]
 
