@@ -66,6 +66,20 @@ def test_umup_passes_the_coordinate_check_and_a_plain_net_does_not():
     assert "3" in theirs.failing(0.4)
 
 
+def test_the_embedding_rule_shows_as_a_slope_of_minus_one_half():
+    check = coord_check(
+        decoder,
+        lambda m: AdamW(m, lr=0.5),
+        lambda m, b: m.loss(b),
+        widths=[32, 64, 128],
+        batches=[torch.randint(32, (4, 16))],
+        modules=lambda name: name in ("embed_tokens", "norm"),
+    )
+    assert check.slopes()["embed_tokens"] == pytest.approx(-0.5, abs=0.05)
+    assert "embed_tokens" in check.failing(0.4)
+    assert check.failing(0.4, growth_only=True) == {}
+
+
 def test_a_diverged_module_fails_the_check():
     check = coord_check(
         decoder,

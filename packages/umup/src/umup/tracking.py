@@ -138,9 +138,13 @@ class CoordCheck:
                 slopes[module] = float(np.polyfit(widths, np.array([y for _, y in points]), 1)[0])
         return slopes
 
-    def failing(self, tolerance: float = 0.25) -> dict[str, float]:
-        """Modules whose slope is outside +-tolerance; empty means the check passes. A module that diverged is at inf."""
-        failing = {m: s for m, s in self.slopes().items() if abs(s) > tolerance}
+    def failing(self, tolerance: float = 0.25, *, growth_only: bool = False) -> dict[str, float]:
+        """Modules whose slope is outside +-tolerance; empty means the check passes. A module that diverged is at inf.
+
+        u-muP's embedding rule (lr / sqrt(width)) means a slope of -1/2 there and in the norm that follows: with
+        `growth_only` only slopes above the tolerance fail.
+        """
+        failing = {m: s for m, s in self.slopes().items() if s > tolerance or (s < -tolerance and not growth_only)}
         return failing | {r["module"]: math.inf for r in self.rows if not math.isfinite(r["delta_rms"])}
 
 
