@@ -22,22 +22,27 @@ def with_gradients(model: nn.Module) -> nn.Module:
 
 
 def optimizer_rows() -> Iterator[Comparison]:
-    for layers, width in ((6, 64), (24, 64), (24, 128)):
-        ours = with_gradients(TransformerDecoder(VOCAB, width, layers, 4))
-        theirs = with_gradients(uu.TransformerDecoder(width, VOCAB, layers, 4))
-        plain = with_gradients(PlainDecoder(VOCAB, width, layers, 4, 4 * width))
-        step = torch.optim.AdamW(get_param_groups(ours, 1.0, 2**-13), fused=True).step
+    settings = {"lr": 1.0, "weight_decay": 2**-13}
+    for layers, width in ((24, 32), (6, 64), (24, 64), (24, 128)):
+
+        def ours(layers: int = layers, width: int = width) -> Callable[[], None]:
+            model = with_gradients(TransformerDecoder(VOCAB, width, layers, 4))
+            return torch.optim.AdamW(get_param_groups(model, 1.0, 2**-13), fused=True).step
+
+        def theirs(layers: int = layers, width: int = width, **kwargs: bool) -> Callable[[], None]:
+            model = with_gradients(uu.TransformerDecoder(width, VOCAB, layers, 4))
+            return uu.optim.AdamW(model.parameters(), **settings, **kwargs).step
+
+        def plain(layers: int = layers, width: int = width) -> Callable[[], None]:
+            model = with_gradients(PlainDecoder(VOCAB, width, layers, 4, 4 * width))
+            return torch.optim.AdamW(model.parameters(), fused=True).step
+
         name = f"AdamW step, {layers} layers of width {width}"
-        for peer, optimizer, goal in (
-            ("unit-scaling", uu.optim.AdamW(theirs.parameters(), lr=1.0, weight_decay=2**-13), 3.0),
-            (
-                "unit-scaling, fused",
-                uu.optim.AdamW(theirs.parameters(), lr=1.0, weight_decay=2**-13, fused=True),
-                None,
-            ),
-            ("plain torch, fused", torch.optim.AdamW(plain.parameters(), fused=True), 0.98),
-        ):
-            yield compare(name, step, optimizer.step, peer_name=peer, goal=goal, repeats=15, warmup=3)
+        # Fresh models for each pair, so that all lie in memory alike.
+        options = {"repeats": 25, "warmup": 3}
+        yield compare(name, ours(), theirs(), peer_name="unit-scaling", goal=3.0, **options)
+        yield compare(name, ours(), theirs(fused=True), peer_name="unit-scaling, fused", goal=1.0, **options)
+        yield compare(name, ours(), plain(), peer_name="plain torch, fused, one group", **options)
 
     def mup_net(width: int) -> nn.Module:
         blocks = [nn.Linear(width, width) for _ in range(24 * 5)]
@@ -46,8 +51,8 @@ def optimizer_rows() -> Iterator[Comparison]:
     model = mup_net(64)
     mup.set_base_shapes(model, mup_net(16), delta=mup_net(32))
     with_gradients(model)
-    plain_sized = with_gradients(TransformerDecoder(VOCAB, 64, 24, 4))
-    step = torch.optim.AdamW(get_param_groups(plain_sized, 1.0), fused=True).step
+    decoder = with_gradients(TransformerDecoder(VOCAB, 64, 24, 4))
+    step = torch.optim.AdamW(get_param_groups(decoder, 1.0), fused=True).step
     yield compare(
         "AdamW step, 24 layers of width 64 (mup: 120 square layers)",
         step,
@@ -67,7 +72,7 @@ def pass_of(loss: Callable[[torch.Tensor], torch.Tensor], model: nn.Module, ids:
 
 
 def pass_rows() -> Iterator[Comparison]:
-    for width, batch, length in ((64, 4, 64), (256, 4, 128)):
+    for width, batch, length in ((64, 4, 64), (128, 4, 128), (256, 4, 128)):
         ids = torch.randint(VOCAB, (batch, length))
         heads = width // 32
         ours = TransformerDecoder(VOCAB, width, 4, heads, scale_seq_len=length)
@@ -80,7 +85,7 @@ def pass_rows() -> Iterator[Comparison]:
             pass_of(plain.loss, plain, ids),
             peer_name="plain torch",
             goal=0.91 if width >= 256 else None,
-            repeats=9,
+            repeats=15,
             warmup=2,
         )
         no_rope = TransformerDecoder(VOCAB, width, 4, heads, rope_theta=None)
@@ -91,7 +96,7 @@ def pass_rows() -> Iterator[Comparison]:
             pass_of(theirs.loss, theirs, ids),
             peer_name="unit-scaling",
             goal=1.0,
-            repeats=9,
+            repeats=15,
             warmup=2,
         )
         if width == 256:

@@ -9,7 +9,7 @@ pytest.importorskip("transformers")
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from umup.hf import UmupConfig, UmupForCausalLM, UmupTrainer
-from umup.optim import check_optimizer, get_param_groups
+from umup.optim import SGD, check_optimizer, get_param_groups
 from umup.roles import parameter_roles
 
 
@@ -149,16 +149,21 @@ class Rows(torch.utils.data.Dataset):
 
 
 def arguments(path, **kwargs):
+    defaults = {
+        "per_device_train_batch_size": 4,
+        "max_steps": 4,
+        "learning_rate": 0.5,
+        "weight_decay": 2**-13,
+        "lr_scheduler_type": "cosine",
+    }
     return TrainingArguments(
         str(path),
-        per_device_train_batch_size=4,
-        max_steps=4,
         report_to=[],
         use_cpu=True,
         logging_steps=1,
         save_strategy="no",
         disable_tqdm=True,
-        **({"learning_rate": 0.5, "weight_decay": 2**-13, "lr_scheduler_type": "cosine"} | kwargs),
+        **(defaults | kwargs),
     )
 
 
@@ -173,6 +178,44 @@ def test_umup_trainer_trains_and_keeps_the_ratios(model, tmp_path, accumulate):
     assert {g["umup_scale"] for g in trainer.optimizer.param_groups} >= {1.0, 32**-0.5}
     assert args.max_grad_norm == 1.0
     assert trainer.args.max_grad_norm == pytest.approx(sum(p.numel() for p in model.parameters()) ** 0.5)
+
+
+def test_clipping_is_on_the_rms_also_when_the_trainer_makes_the_model(tmp_path):
+    trainer = UmupTrainer(
+        args=arguments(tmp_path, max_grad_norm=2.0), model_init=lambda: UmupForCausalLM(config()), train_dataset=Rows()
+    )
+    size = sum(p.numel() for p in trainer.model.parameters())
+    assert trainer.args.max_grad_norm == pytest.approx(2 * size**0.5)
+
+
+@pytest.mark.parametrize("accumulate", [2, 4])
+def test_a_trainer_that_accumulates_takes_the_step_of_the_whole_batch(accumulate, tmp_path):
+    rows = Rows(4)
+    rows.ids = torch.randint(31, (4, 10))
+    labels = rows.ids.clone()
+    labels[0, 2:] = labels[1, :7] = -100  # parts of unequal weight
+
+    class Masked(Rows):
+        def __getitem__(self, i):
+            return {"input_ids": rows.ids[i], "labels": labels[i]}
+
+    stepped = []
+    for parts in (1, accumulate):
+        torch.manual_seed(0)
+        model = UmupForCausalLM(config())
+        args = arguments(
+            tmp_path,
+            max_grad_norm=0.0,
+            max_steps=1,
+            gradient_accumulation_steps=parts,
+            per_device_train_batch_size=4 // parts,
+            lr_scheduler_type="constant",
+        )
+        optimizer = SGD(model, lr=0.1)  # unlike Adam it would show a wrong gradient scale
+        UmupTrainer(model, args, train_dataset=Masked(4), optimizers=(optimizer, None)).train()
+        stepped.append([p.detach() for p in model.parameters()])
+    for whole, part in zip(*stepped, strict=True):
+        torch.testing.assert_close(part, whole, rtol=1e-4, atol=1e-5)
 
 
 def test_a_plain_trainer_takes_our_optimizer(model, tmp_path):

@@ -410,10 +410,11 @@ class UmupTrainer(Trainer):
         self, model: Any = None, args: Any = None, *, umup_options: dict[str, Any] | None = None, **kwargs: Any
     ):
         self.umup_options = dict(umup_options or {})
-        if args is not None and model is not None and args.max_grad_norm:
-            args = copy.copy(args)
-            args.max_grad_norm *= math.sqrt(sum(p.numel() for p in model.parameters() if p.requires_grad))
         super().__init__(model, args, **kwargs)
+        if self.args.max_grad_norm:
+            self.args = copy.copy(self.args)  # the caller's keep what they said
+            trained: Any = self.model
+            self.args.max_grad_norm *= math.sqrt(sum(p.numel() for p in trained.parameters() if p.requires_grad))
 
     def create_optimizer(self, model: Any = None) -> torch.optim.Optimizer:
         if self.optimizer is None:
