@@ -74,3 +74,25 @@ def test_it_has_the_workers_name_and_capabilities(model):
     assert model.capabilities == ScriptedModel(complete=lambda p, s: "").capabilities
     with pytest.raises(ValueError, match="workers must be >= 1"):
         type(model)(factory, workers=0)
+
+
+def test_the_command_runs_on_two_workers(model, chatml, tmp_path):
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM
+    from typer.testing import CliRunner
+
+    from magpie_synth.cli import app
+
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=len(chatml), hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "model")
+    chatml.save_pretrained(tmp_path / "model")
+    options = ["--model", tmp_path / "model", "--engine", "ray", "--workers", 2, "--rows", 6]
+    short = ["--max-instruction-tokens", 5, "--max-response-tokens", 5, "--json"]
+    call = ["generate", tmp_path / "out", *options, *short]
+    result = CliRunner().invoke(app, [str(part) for part in call])
+    assert result.exit_code == 0, result.output
+    assert len(Run(tmp_path / "out").instructions()) == 6

@@ -257,3 +257,9 @@ def test_a_lone_space_at_the_end_is_not_sent(tokenizer_of):
     found = derive_template(tokenizer)
     assert found.pre_query == "<s> [INST] "
     assert tokenizer.decode(list(found.prompt_ids)) == "<s> [INST]"
+
+
+def test_a_mark_at_the_end_is_sent_even_if_a_quote_could_join_it(tokenizer_of):
+    template = "{% for m in messages %}{{m['role'] + ':' + m['content'] + '\n'}}{% endfor %}"
+    tokenizer = tokenizer_of(template, special=(), merges=[(":", '"')])
+    assert tokenizer.decode(list(derive_template(tokenizer).prompt_ids)) == "user:"

@@ -54,7 +54,7 @@ class Sizes:
         return ((COLD, 1.0, self.rows), (WARM, 1.0, self.rows))
 
 
-DEMO = Sizes(rows=28, responses=12, instruction_tokens=40, response_tokens=32)
+DEMO = Sizes(rows=24, responses=10, instruction_tokens=40, response_tokens=32)
 MAIN = Sizes(rows=100, responses=60)
 
 

@@ -30,7 +30,9 @@ T = TypeVar("T")
 
 _PROBES = ("Qzvb7Kpw", "Mhtd3Rjgfy9Lcx", "Wkq5Znxbv")
 """Words of letters and digits: nothing escapes or trims them. Two that the template's source does not hold are used."""
-_OPENERS = ("I", "What", "please", "3", '"', "(", "你", "Я", "é")
+_WORDS = ("I", "What", "please", "3", "你", "Я", "é")
+_OPENERS = (*_WORDS, '"', "(")
+"""What a user may begin with. Punctuation can join the end of a prompt (`:"` is a token of many vocabularies)."""
 _THINK = re.compile(r"<(think|thinking)>\s*$")
 
 
@@ -161,8 +163,18 @@ class ChatTemplate:
         return self.healed(self.before(self._hidden(turns)))
 
     def healed(self, text: str) -> tuple[int, ...]:
-        """The tokens that `text` begins with whatever follows it."""
-        return tuple(_common([self.codec.rendered(text + opener) for opener in _OPENERS]))
+        """The tokens that `text` begins with whatever follows it; they leave out spaces at its end, but nothing else."""
+        whole = self._written(self.codec.rendered(text))
+        for openers in (_OPENERS, _WORDS):
+            shared = _common([self.codec.rendered(text + opener) for opener in openers])
+            if self._written(shared) == whole:
+                return tuple(shared)
+        return tuple(self.codec.rendered(text.rstrip(" ")))
+
+    def _written(self, ids: Sequence[int]) -> str:
+        """What tokens say, without spaces at the end."""
+        decode = self.tokenizer.decode
+        return str(decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)).rstrip(" ")
 
     def system_support(self) -> SystemSupport:
         """Whether a system text gets through."""
@@ -234,7 +246,7 @@ def derive_from(
     if legacy_template is not None:
         hidden = visible = legacy_template
     ids = chat.healed(hidden)
-    written = chat.tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    written = chat._written(ids)
     if written.replace(" ", "") != visible.replace(" ", ""):  # SentencePiece adds and drops spaces at will
         raise TemplateError(
             f"the tokens of the pre-query template of {chat.name} say {written!r}, not {visible!r}",
