@@ -24,9 +24,9 @@ from chapbook_shared.lm.protocol import (
 )
 
 if TYPE_CHECKING:
+    from chapbook_shared.lm._text import TextCodec
     from chapbook_shared.lm.budgets import Budget
     from chapbook_shared.lm.cache import ResponseCache
-    from chapbook_shared.lm._text import TextCodec
     from chapbook_shared.lm.local_model import LocalModel
     from chapbook_shared.lm.openai_model import OpenAIModel
     from chapbook_shared.lm.openvino_model import OpenVINOModel

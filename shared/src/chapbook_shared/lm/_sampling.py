@@ -48,9 +48,9 @@ class Settings:
         self.bias: Float[Tensor, "rows vocabulary"] | None = None
         if any(row.logit_bias for row in rows):
             self.bias = torch.zeros(len(rows), vocabulary, device=device)
-            for index, row in enumerate(rows):
-                for token, value in row.logit_bias:
-                    self.bias[index, token] = value
+            for place, sampling in enumerate(rows):
+                for token, value in sampling.logit_bias:
+                    self.bias[place, token] = value
         self.counts: Int[Tensor, "rows vocabulary"] | None = None
         self.seen: Bool[Tensor, "rows vocabulary"] | None = None
         if any(row.frequency_penalty or row.presence_penalty for row in rows):
