@@ -3,6 +3,7 @@
 import asyncio
 import importlib
 import json
+import sqlite3
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -50,7 +51,9 @@ ApiUrl = Annotated[
 ]
 Headers = Annotated[
     list[str] | None,
-    typer.Option("--header", help="For --openapi: NAME=env:VARIABLE, sent with each call; may be repeated."),
+    typer.Option(
+        "--header", help="NAME=env:VARIABLE, sent with each call to --openapi or an MCP URL; may be repeated."
+    ),
 ]
 ServerEnv = Annotated[
     list[str] | None,
@@ -87,6 +90,7 @@ def lint(
     openapi: Openapi = None,
     mcp: Mcp = None,
     callables: Functions = None,
+    header: Headers = None,
     server_env: ServerEnv = None,
     max_chars: Annotated[int, typer.Option(help="Longest description.")] = 2000,
     ignore: Annotated[list[str] | None, typer.Option(help="Rule to leave out; may be repeated.")] = None,
@@ -97,7 +101,7 @@ def lint(
         unknown = set(ignore or ()) - set(RULES)
         if unknown:
             raise ValueError(f"--ignore must be one of {', '.join(RULES)}, got {', '.join(sorted(unknown))}")
-        tools = _tools(_source(openai, openapi, mcp, callables, server_env=server_env))
+        tools = _tools(_source(openai, openapi, mcp, callables, header=header, server_env=server_env))
         findings = [found for found in find_problems(tools, max_chars=max_chars) if found.rule not in (ignore or ())]
     if as_json:
         _print_json({"tools": len(tools), "findings": [asdict(found) for found in findings]})
@@ -114,6 +118,7 @@ def plan(
     openapi: Openapi = None,
     mcp: Mcp = None,
     callables: Functions = None,
+    header: Headers = None,
     server_env: ServerEnv = None,
     read_only: ReadOnly = None,
     allow: Allow = None,
@@ -126,7 +131,7 @@ def plan(
 ) -> None:
     """Show which tools would be called and what a run takes at most. Calls nothing."""
     with _one_line_errors():
-        tools = _tools(_source(openai, openapi, mcp, callables, server_env=server_env, read_only=read_only))
+        tools = _tools(_source(openai, openapi, mcp, callables, None, header, server_env, read_only))
         policy = Policy(allow=tuple(allow or ("*",)), allow_unsafe=tuple(allow_unsafe or ()), max_calls=max_calls)
         config = DraftConfig(max_iterations=iterations, max_tokens=max_tokens)
         _show_plan(plan_run(tools, config=config, policy=policy, prices=_prices(prices)), as_json)
@@ -316,6 +321,8 @@ def serve(
     server: Annotated[
         list[str], typer.Argument(help="The server: a URL, or -- and its command with arguments.", show_default=False)
     ],
+    header: Headers = None,
+    server_env: ServerEnv = None,
 ) -> None:
     """Offer an MCP server's tools over stdio with the words of an overlay. Calls pass unchanged."""
     with _one_line_errors():
@@ -324,7 +331,8 @@ def serve(
         target = server[0] if is_url else [part for i, part in enumerate(server) if (i, part) != (0, "--")]
         if not target:
             raise ValueError("serve needs the server's URL, or -- and its command")
-        asyncio.run(serve_stdio(target, words))
+        headers, env = _connection(header, server_env)
+        asyncio.run(serve_stdio(target, words, headers=headers, env=env))
 
 
 @app.command(name="eval")
@@ -377,6 +385,7 @@ def _one_line_errors() -> Iterator[None]:
         McpServerError,
         SettingsMismatchError,
         StoreLockedError,
+        sqlite3.Error,
     ) as error:
         text = str(error.args[0]) if isinstance(error, KeyError) and error.args else str(error)
         print(f"draft-docs: {_safe(' '.join(text.split()))}", file=sys.stderr)
@@ -396,6 +405,7 @@ def _source(
     given = [name for name, value in locals().items() if name in ("openai", "openapi", "mcp", "callables") and value]
     if len(given) != 1:
         raise ValueError(f"give exactly one of --openai, --openapi, --mcp, --callables, got {len(given)}")
+    headers, env = _connection(header, server_env)
     return load_tools(
         openai=openai,
         openapi=openapi,
@@ -403,9 +413,17 @@ def _source(
         callables=None if callables is None else list(_functions(callables)),
         read_only=tuple(read_only or ()) if callables is not None else (),
         base_url=api_url,
-        headers=_from_environment(_pairs(header, "--header")),
-        env=_from_environment({name: f"env:{name}" for name in server_env or ()}),
+        headers=headers,
+        env=env,
     )
+
+
+def _connection(
+    header: Sequence[str] | None, server_env: Sequence[str] | None
+) -> tuple[dict[str, str], dict[str, str]]:
+    """The headers and the variables to send, read from the environment."""
+    headers = _from_environment(_pairs(header, "--header"))
+    return headers, _from_environment({name: f"env:{name}" for name in server_env or ()})
 
 
 def _functions(spec: str) -> Iterator[Callable[..., Any]]:

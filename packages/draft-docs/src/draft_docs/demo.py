@@ -103,7 +103,7 @@ def restated(tool: ToolSpec) -> ToolSpec:
 
 def _evidence(result: DraftResult) -> dict[str, list[ToolResult]]:
     return {
-        name: [iteration.result for iteration in draft.iterations if iteration.result is not None]
+        name: [call.result for iteration in draft.iterations for call in iteration.experiences]
         for name, draft in result.items()
     }
 

@@ -10,6 +10,7 @@ import json
 import math
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -32,15 +33,16 @@ from chapbook_shared.lm import (
 )
 from draft_docs import prompts
 from draft_docs.embedders import Embedder
-from draft_docs.gates import lint_gate
+from draft_docs.gates import lint_gate, replay_gate
 from draft_docs.journal import Journal
-from draft_docs.loop import Gate, Iteration, LoopSettings, Refined, accept_all, prompt_hash, refine
+from draft_docs.loop import Gate, Iteration, LoopSettings, Refined, accept_all, prompt_hash, question, refine
 from draft_docs.policy import Guard, Policy
-from draft_docs.replies import ReplyError, Summary, parse_reply, schema_of
+from draft_docs.prompts import estimated_tokens
+from draft_docs.replies import Call, ReplyError, Summary, parse_reply, schema_of
 from draft_docs.sources.base import ToolSource, opened
 from draft_docs.sources.mcp import McpServer
 from draft_docs.stability import Vector
-from draft_docs.tools import ToolSpec
+from draft_docs.tools import ToolResult, ToolSpec
 
 T = TypeVar("T")
 
@@ -56,12 +58,18 @@ class DraftConfig:
         tau: τ, a document has converged if its stability Δ is above.
         temperature, max_tokens: of every chat call.
         targets: what is rewritten; {"description"} is what the official code does.
-        gate: "lint" refuses rewrites that lose names or values, grow too long or copy from results; "none" is the paper's.
+        gate: "lint" refuses rewrites that lose names or values, grow too long, or carry orders, addresses or long copies from results;
+            "replay" also those with which fewer of the `held_out` requests are served; "none" is the paper's.
+        held_out: tool name -> requests for "replay": a model makes the call from the old and from the new document.
         max_chars: longest description that "lint" accepts.
         repair_turns: how often a reply that cannot be read is asked for again.
         concurrency: tools refined at the same time.
         summary: also write a summary of all tools together, as the official code does.
         seed: of every chat call; None lets the model draw its own.
+        batch: calls before each rewrite.
+        probes: in the first iteration also make calls that are wrong by the schema on purpose, if the tool may be called repeatedly.
+        window: tokens that the model can take, prompt and reply together; longer prompts lose their oldest history, then the end of the
+            result, never the document. None cuts nothing.
     """
 
     max_iterations: int = 5
@@ -71,15 +79,19 @@ class DraftConfig:
     temperature: float = 0.2
     max_tokens: int = 2000
     targets: frozenset[str] = frozenset({"description", "parameters"})
-    gate: Literal["lint", "none"] = "lint"
+    gate: Literal["lint", "replay", "none"] = "lint"
+    held_out: Mapping[str, Sequence[str]] = field(default_factory=dict)
     max_chars: int = 2000
     repair_turns: int = 2
     concurrency: int = 8
     summary: bool = False
     seed: int | None = None
+    batch: int = 1
+    probes: bool = False
+    window: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("max_iterations", "max_attempts", "max_tokens", "max_chars", "concurrency"):
+        for name in ("max_iterations", "max_attempts", "max_tokens", "max_chars", "concurrency", "batch"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be >= 1, got {getattr(self, name)!r}")
         if self.repair_turns < 0:
@@ -90,8 +102,12 @@ class DraftConfig:
         unknown = self.targets - {"description", "parameters"}
         if unknown or "description" not in self.targets:
             raise ValueError(f"targets must be 'description', with or without 'parameters', got {sorted(self.targets)}")
-        if self.gate not in ("lint", "none"):
-            raise ValueError(f"gate must be 'lint' or 'none', got {self.gate!r}")
+        if self.gate not in ("lint", "replay", "none"):
+            raise ValueError(f"gate must be 'lint', 'replay' or 'none', got {self.gate!r}")
+        if self.gate == "replay" and not any(self.held_out.values()):
+            raise ValueError("gate='replay' needs held_out: tool name -> requests")
+        if self.window is not None and self.window <= self.max_tokens:
+            raise ValueError(f"window must be more than max_tokens={self.max_tokens}, got {self.window!r}")
 
     @property
     def loop(self) -> LoopSettings:
@@ -103,6 +119,8 @@ class DraftConfig:
             max_chars=self.max_chars,
             repair_turns=self.repair_turns,
             rewrite_parameters="parameters" in self.targets,
+            batch=self.batch,
+            max_prompt_tokens=None if self.window is None else self.window - self.max_tokens,
         )
 
 
@@ -159,17 +177,12 @@ class ToolDraft:
         return entries
 
     def evidence(self) -> list[dict[str, Any]]:
-        """Every call that was made: number, request, arguments and result."""
-        return [
-            {
-                "number": iteration.number,
-                "query": iteration.query,
-                "arguments": iteration.arguments,
-                "result": asdict(iteration.result),
-            }
-            for iteration in self.iterations
-            if iteration.result is not None
-        ]
+        """Every call that was made: number, request, arguments, result and, where it was wrong on purpose, what was (`probe`)."""
+        return [asdict(call) for iteration in self.iterations for call in iteration.experiences]
+
+    def example(self) -> dict[str, Any] | None:
+        """The first request that was served, with its arguments and result; None if none was."""
+        return next((call for call in self.evidence() if call["result"]["error_kind"] is None), None)
 
     def _call(self, number: int | None) -> dict[str, Any] | None:
         return next((call for call in self.evidence() if call["number"] == number), None)
@@ -267,8 +280,10 @@ class Drafter:
             return await self._refine_all(tools)
 
     async def _refine_all(self, source: ToolSource) -> DraftResult:
-        guard = Guard(source.tools, source, self.policy)
+        if len({tool.name for tool in source.tools}) < len(source.tools):
+            raise ValueError("two tools of the source have one name: names must differ")
         with Journal(self.store, settings=self._settings()) as journal:
+            guard = Guard(source.tools, source, self.policy, made=_made(journal))
             session = _Session(self, guard, journal)
             limit = asyncio.Semaphore(self.config.concurrency)
             done: dict[str, ToolDraft] = {}
@@ -282,9 +297,12 @@ class Drafter:
                     if self.progress is not None:
                         self.progress(draft)
 
-            async with asyncio.TaskGroup() as group:
-                for tool in source.tools:
-                    group.create_task(work(tool))
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for tool in source.tools:
+                        group.create_task(work(tool))
+            except BaseExceptionGroup as errors:
+                raise errors.exceptions[0] from errors
             results = {tool.name: done[tool.name] for tool in source.tools}
             summary = ""
             if self.config.summary and not session.stopped_by:
@@ -297,6 +315,7 @@ class Drafter:
         config = asdict(self.config)
         del config["concurrency"]
         config["targets"] = sorted(config["targets"])
+        config["held_out"] = {name: list(queries) for name, queries in self.config.held_out.items()}
         return {"model": self.model.name, "embedder": self.embedder.name, **config}
 
 
@@ -308,6 +327,9 @@ class _Session:
         self.guard, self.journal = guard, journal
         self.counts, self.stopped_by = Counts(), ""
         self._vectors: dict[str, asyncio.Future[Vector]] = {}
+        self._warned: set[str] = set()
+        self._to_embed: list[tuple[str, str]] = []
+        self._embedding: asyncio.Task[None] | None = None
         self._sampling = Sampling(
             temperature=self.config.temperature, max_tokens=self.config.max_tokens, seed=self.config.seed
         )
@@ -317,15 +339,22 @@ class _Session:
 
     async def refine(self, tool: ToolSpec) -> Refined:
         gate: Gate = accept_all
-        if self.config.gate == "lint":
+        if self.config.gate != "none":
             gate = lint_gate(max_chars=self.config.max_chars, redactor=self.guard.redact)
         refusal = self.guard.policy.refusal(tool)
         if refusal:  # nothing could be learnt: no chat call is worth its price
             return Refined(tool, tool, (), "no_calls", f"not executed: {refusal}")
         seen = self.guard.policy.hide_secrets(tool)
         home = f"{seen.name}@{seen.fingerprint}"
+        queries = self.config.held_out.get(tool.name, ())
+        if self.config.gate == "replay" and queries:
+
+            async def serve(document: ToolSpec, query: str) -> bool | None:
+                return await self.serve(home, document, query)
+
+            gate = replay_gate(gate, queries, serve)
         if self.journal.get(f"tool/{home}") is None:
-            await self.journal.put(f"tool/{home}", self._clean(asdict(seen)))
+            self.journal.note(f"tool/{home}", self._clean(asdict(seen)))
         refined = await refine(
             seen,
             self.guard,
@@ -334,15 +363,44 @@ class _Session:
             journal=self.journal,
             settings=self.config.loop,
             gate=gate,
+            probe=_Probe(self.guard) if self.config.probes else None,
         )
         if refined.stopped != "interrupted":
-            await self.journal.put(f"end/{home}", {"stopped": refined.stopped, "note": refined.note})
+            self.journal.note(f"end/{home}", {"stopped": refined.stopped, "note": refined.note})
         # Secret parameters come back as they were.
         after = tool.with_docs(refined.after.description, refined.after.parameter_docs)
         return replace(refined, before=tool, after=after)
 
     def _clean(self, record: dict[str, Any]) -> dict[str, Any]:
-        return dict(json.loads(self.guard.redact(json.dumps(record, ensure_ascii=False, default=str))))
+        def clean(value: Any) -> Any:
+            if isinstance(value, dict):
+                return {key: clean(inner) for key, inner in value.items()}
+            if isinstance(value, list):
+                return [clean(inner) for inner in value]
+            return self.guard.redact(value) if isinstance(value, str) else value
+
+        return dict(clean(json.loads(json.dumps(record, ensure_ascii=False, default=str))))
+
+    async def serve(self, home: str, tool: ToolSpec, query: str) -> bool | None:
+        """Whether a model that knows only the document makes a call that succeeds; asked and called once for each document."""
+        told = hashlib.sha256(f"{tool.fingerprint} {query}".encode()).hexdigest()[:16]
+        try:
+            answer = await question(
+                self.ask, f"chat/{home}/replay/{told}", prompts.serve(tool, query), Call, self.config.repair_turns
+            )
+        except ReplyError:
+            return False
+        key = f"call/{home}/replay-{told}"
+        noted = self.journal.get(key)
+        if noted is None or (noted["result"] is None and tool.is_repeatable):
+            await self.journal.put(key, {"arguments": answer.arguments, "result": None})
+            result = await self.guard.call(tool.name, answer.arguments)
+            noted = {"arguments": answer.arguments, "result": asdict(result)}
+            await self.journal.put(key, noted)
+        outcome = noted["result"]
+        if outcome is None:  # a run that was killed may have made this call
+            return None
+        return ToolResult(**outcome).ok if ToolResult(**outcome).is_evidence else None
 
     async def ask(self, key: str, messages: Sequence[Message], schema: dict[str, Any]) -> str:
         name = prompt_hash(messages, model=self.model.name, sampling=asdict(self._sampling))
@@ -352,9 +410,9 @@ class _Session:
         clean = [Message(message.role, self.guard.redact(message.text)) for message in messages]
         try:
             reply = await self._paid(clean, schema)
-        except LanguageModelError as error:
+        except (LanguageModelError, ValueError) as error:  # ValueError: the model cannot take the prompt
             self.stopped_by = self.stopped_by or f"at {key}: {error}"
-            raise
+            raise LanguageModelError(str(error)) from error
         self.counts.chat_calls += 1
         if reply.usage is not None:
             self.counts.prompt_tokens += reply.usage.prompt_tokens
@@ -387,18 +445,42 @@ class _Session:
         """The vector of a text; each distinct text is embedded once in the life of the store."""
         key = f"vector/{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()}"
         if key not in self._vectors:
-            self._vectors[key] = asyncio.ensure_future(self._embed(key, text))
-        return await asyncio.shield(self._vectors[key])
-
-    async def _embed(self, key: str, text: str) -> Vector:
-        kept = self.journal.get(key)
-        if kept is not None:
-            return np.frombuffer(base64.b64decode(kept["float32"]), np.float32)
-        self.counts.embeddings += 1
-        rows = await asyncio.to_thread(self.embedder.embed, [text])
-        vector = np.asarray(rows, np.float32)[0]
-        await self.journal.put(key, {"float32": base64.b64encode(vector.tobytes()).decode("ascii")})
+            self._vectors[key] = asyncio.get_running_loop().create_future()
+            kept = self.journal.get(key)
+            if kept is not None:
+                self._vectors[key].set_result(np.frombuffer(base64.b64decode(kept["float32"]), np.float32))
+            else:
+                self._to_embed.append((key, text))
+                if self._embedding is None or self._embedding.done():
+                    self._embedding = asyncio.create_task(self._embed_waiting())
+        vector = await asyncio.shield(self._vectors[key])
+        if not (np.isfinite(vector).all() and vector.any()) and key not in self._warned:
+            self._warned.add(key)
+            warnings.warn(
+                f"the embedder {self.embedder.name} gave a vector without direction, which counts as similar to nothing, for {text[:80]!r}",
+                stacklevel=2,
+            )
         return vector
+
+    async def _embed_waiting(self) -> None:
+        """Embed what many loops wait for in one go."""
+        while self._to_embed:
+            batch, self._to_embed = self._to_embed, []
+            try:
+                rows = np.asarray(await asyncio.to_thread(self.embedder.embed, [text for _, text in batch]), np.float32)
+                if rows.ndim != 2 or len(rows) != len(batch):
+                    raise ValueError(f"{len(batch)} texts gave vectors of shape {rows.shape}")
+            except Exception as error:
+                failure = f"the embedder {self.embedder.name} failed: {type(error).__name__}: {error}"
+                self.stopped_by = self.stopped_by or failure
+                for key, _ in batch:
+                    self._vectors[key].set_exception(LanguageModelError(failure))
+                    self._vectors[key].exception()  # looked at, also if nobody waits any longer
+                continue
+            self.counts.embeddings += len(batch)
+            for (key, _), vector in zip(batch, rows, strict=True):
+                self.journal.note(key, {"float32": base64.b64encode(vector.tobytes()).decode("ascii")})
+                self._vectors[key].set_result(vector)
 
     async def summarise(self, source: ToolSource, results: Mapping[str, ToolDraft]) -> str:
         tools = [result.after for result in results.values()]
@@ -432,9 +514,24 @@ def in_own_loop(work: Coroutine[Any, Any, T], *, runner: Callable[[Coroutine[Any
     return outcome[0]
 
 
-def estimated_tokens(text: str) -> int:
-    """How many tokens a text may have: on the high side for English."""
-    return len(text) // 3 + 4
+class _Probe:
+    """Calls with arguments that the schema forbids: as the guard, without its check of them."""
+
+    def __init__(self, guard: Guard):
+        self._guard = guard
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
+        return await self._guard.call(name, arguments, is_checked=False)
+
+
+def _made(journal: Journal) -> Counter[str]:
+    """How many calls of each tool the runs before this one have made."""
+    made: Counter[str] = Counter()
+    for key, record in journal.items("call/"):
+        kind = record["result"]["error_kind"] if record["result"] is not None else None
+        if kind not in ("not_executed", "invalid_arguments"):
+            made[key.removeprefix("call/").rpartition("/")[0].rpartition("/")[0].rpartition("@")[0]] += 1
+    return made
 
 
 def _document(tool: ToolSpec) -> str:

@@ -31,14 +31,17 @@ class Journal:
         """The records whose key starts with `prefix`, in the order in which they were first put."""
         return [(key, record) for key, record in self._known.items() if key.startswith(prefix)]
 
-    async def put(self, key: str, record: Record) -> None:
-        """Keep a record, replacing what was under the key; it is on disk when this returns."""
+    def note(self, key: str, record: Record) -> None:
+        """Keep a record that could be made again from others; it is on disk with the next commit."""
         self._known[key] = record
-        if self._store is None:
-            return
-        self._waiting[key] = record
+        if self._store is not None:
+            self._waiting[key] = record
+
+    async def put(self, key: str, record: Record) -> None:
+        """Keep a record, replacing what was under the key; it is on disk when this returns, and so is all that was noted before."""
+        self.note(key, record)
         # The commit under way has taken its records already: wait for the one that takes this.
-        while key in self._waiting and self._waiting[key] is record:
+        while self._store is not None and self._waiting.get(key) is record:
             if self._commit is None or self._commit.done():
                 self._commit = asyncio.create_task(self._write())
             await asyncio.shield(self._commit)

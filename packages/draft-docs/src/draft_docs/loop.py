@@ -11,7 +11,8 @@ Symbols   paper      here
 
 What differs from the paper: the version at which the loop stops is kept (as printed, the algorithm loses it); the texts of the
 parameters are rewritten too, not only the description (`targets`); a rewrite can be refused (`gate`); a call that says nothing about
-the tool, such as a time-out, is kept from the Analyzer and the Rewriter.
+the tool, such as a time-out, is kept from the Analyzer and the Rewriter. Not in the paper, and off unless asked for: several calls before
+each rewrite (`batch`), and calls that are wrong by the tool's schema on purpose (`probe`).
 """
 
 from __future__ import annotations
@@ -19,17 +20,20 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, Protocol, TypeVar
 
 from chapbook_shared.lm import LanguageModelError, Message
 from draft_docs import prompts
 from draft_docs.journal import Journal
-from draft_docs.replies import Analysis, Exploration, ReplyError, Rewrite, parse_reply, schema_of
+from draft_docs.probes import probes
+from draft_docs.prompts import Experience
+from draft_docs.replies import Analysis, Exploration, Reply, ReplyError, Rewrite, parse_reply, schema_of
 from draft_docs.stability import Vector, is_diverse, stability
 from draft_docs.tools import ToolResult, ToolRunner, ToolSpec
 
-R = TypeVar("R", Exploration, Analysis, Rewrite)
+R = TypeVar("R", bound=Reply)
+_QUOTED = 4000
 
 StopReason = Literal["converged", "max_iterations", "needs_credentials", "no_calls", "failed", "interrupted"]
 """`interrupted`: a budget, a limit or the model's server ended the run before the tool was done."""
@@ -42,11 +46,11 @@ class Ask(Protocol):
 
 
 Embed = Callable[[str], Awaitable[Vector]]
-Gate = Callable[[ToolSpec, ToolSpec, "Iteration"], Awaitable[str]]
-"""(old, new, iteration) -> why the rewrite is refused; empty if it is accepted."""
+Gate = Callable[[ToolSpec, ToolSpec, "Iteration", Sequence[str]], Awaitable[str]]
+"""(old, new, iteration, what all calls so far returned) -> why the rewrite is refused; empty if it is accepted."""
 
 
-async def accept_all(old: ToolSpec, new: ToolSpec, iteration: Iteration) -> str:
+async def accept_all(old: ToolSpec, new: ToolSpec, iteration: Iteration, results: Sequence[str]) -> str:
     """The paper's gate: the last text wins."""
     return ""
 
@@ -63,6 +67,10 @@ class LoopSettings:
     repair_turns: int = 2
     rewrite_parameters: bool = True
     """False rewrites the description alone, as the official code does."""
+    batch: int = 1
+    """Calls before each rewrite; the paper's is 1."""
+    max_prompt_tokens: int | None = None
+    """Longer prompts are cut (`prompts.fitted`)."""
 
 
 @dataclass(kw_only=True)
@@ -70,9 +78,8 @@ class Iteration:
     """What happened in one iteration. `accepted` says whether its document became the current one; if not, `reason` says why."""
 
     number: int
-    query: str = ""
-    arguments: dict[str, Any] = field(default_factory=dict)
-    result: ToolResult | None = None
+    experiences: list[Experience] = field(default_factory=list)
+    """The calls: one, unless there are a batch or probes."""
     rejected_queries: list[str] = field(default_factory=list)
     suggestions: str = ""
     description: str = ""
@@ -83,13 +90,33 @@ class Iteration:
     accepted: bool = False
     reason: str = ""
 
+    @property
+    def query(self) -> str:
+        """Of the first call; empty if there was none."""
+        return self.experiences[0].query if self.experiences else ""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Of the first call."""
+        return self.experiences[0].arguments if self.experiences else {}
+
+    @property
+    def result(self) -> ToolResult | None:
+        """Of the first call; None if there was none."""
+        return self.experiences[0].result if self.experiences else None
+
+    @property
+    def evidence(self) -> list[Experience]:
+        """The calls that show something about the tool."""
+        return [experience for experience in self.experiences if experience.result.is_evidence]
+
     def to_record(self) -> dict[str, Any]:
         return asdict(self)
 
     @classmethod
     def from_record(cls, record: dict[str, Any]) -> Iteration:
-        result = record["result"]
-        return cls(**{**record, "result": ToolResult(**result) if result else None})
+        calls = [Experience(**{**call, "result": ToolResult(**call["result"])}) for call in record["experiences"]]
+        return cls(**{**record, "experiences": calls})
 
 
 @dataclass(frozen=True)
@@ -113,173 +140,229 @@ async def refine(
     journal: Journal,
     settings: LoopSettings,
     gate: Gate = accept_all,
+    probe: ToolRunner | None = None,
 ) -> Refined:
-    """Run the loop for one tool. What the journal holds is not done again."""
-    home = f"{tool.name}@{tool.fingerprint}"
-    current, versions = tool, [tool.description]
-    iterations: list[Iteration] = []
-    vectors: list[Vector] = []
+    """Run the loop for one tool. What the journal holds is not done again.
+
+    `probe` calls the tool with arguments that its schema forbids; None makes no such calls.
+    """
+    loop = _Loop(tool, runner, ask, embed, journal, settings, gate, probe)
     stopped: StopReason = "max_iterations"
+    note = ""
     # Without arguments there is one request to make; a second one shows whether the answer changes.
     limit = settings.max_iterations if tool.parameters else min(2, settings.max_iterations)
-    note = ""
-
-    async def question(role: str, messages: tuple[Message, ...], reply: type[R]) -> R:
-        return await _question(ask, f"chat/{home}/{number}/{role}", messages, reply, settings.repair_turns)
-
     for number in range(1, limit + 1):
-        key = f"iteration/{home}/{number}"
-        done = journal.get(key)
-        if done is not None:
-            iteration = Iteration.from_record(done)
-            if iteration.query:
-                vectors.append(await embed(iteration.query))
-        else:
-            iteration = Iteration(number=number)
-            try:
-                vector = await _explore(current, iteration, iterations, vectors, question, embed, settings)
-                vectors.append(vector)
-                iteration.result = await _call(runner, current, iteration, journal, home)
-                if iteration.result.is_evidence:
-                    await _learn(current, iteration, versions, question, settings)
-                    await _judge(current, iteration, embed, gate)
-                else:
-                    iteration.reason = f"the call shows nothing about the tool: {iteration.result.error_kind}"
-            except ReplyError as error:
-                iteration.reason = str(error)
-            except LanguageModelError as error:
-                # Nothing is noted for this iteration but its answered calls: a later run goes on from them.
-                stopped, note = "interrupted", str(error)
-                break
-            if not _is_for_now(iteration.result):
-                await journal.put(key, iteration.to_record())
-        iterations.append(iteration)
+        try:
+            iteration = await loop.iterate(number)
+        except LanguageModelError as error:
+            # Nothing is noted for this iteration but its answered calls: a later run goes on from them.
+            stopped, note = "interrupted", str(error)
+            break
+        loop.iterations.append(iteration)
+        kinds = {experience.result.error_kind: experience.result.content for experience in iteration.experiences}
         if iteration.accepted:
-            current = current.with_docs(iteration.description, iteration.parameters)
-            versions.append(current.description)
+            loop.current = loop.current.with_docs(iteration.description, iteration.parameters)
+            loop.versions.append(loop.current.description)
             if iteration.stability is not None and iteration.stability > settings.tau:
                 stopped = "converged"
                 break
-        elif iteration.result is not None and iteration.result.error_kind == "auth":
-            stopped, note = "needs_credentials", iteration.result.content
+        if "auth" in kinds:
+            stopped, note = "needs_credentials", kinds["auth"]
             break
-        elif iteration.result is not None and iteration.result.error_kind == "not_executed":
-            stopped, note = "no_calls", iteration.result.content
+        if "not_executed" in kinds:
+            stopped, note = "no_calls", kinds["not_executed"]
             break
-    if stopped == "max_iterations" and not any(iteration.accepted for iteration in iterations):
-        stopped, note = "failed", iterations[-1].reason
-    return Refined(tool, current, tuple(iterations), stopped, note)
+    if stopped == "max_iterations" and not any(iteration.accepted for iteration in loop.iterations):
+        stopped, note = "failed", loop.iterations[-1].reason
+    return Refined(tool, loop.current, tuple(loop.iterations), stopped, note)
 
 
-def _is_for_now(result: ToolResult | None) -> bool:
+def _is_for_now(result: ToolResult) -> bool:
     """Whether the outcome hangs on the policy or the credentials of this run, so that a later one may try again."""
-    return result is not None and result.error_kind in ("not_executed", "auth")
+    return result.error_kind in ("not_executed", "auth")
 
 
-async def _explore(
-    tool: ToolSpec,
-    iteration: Iteration,
-    earlier: Sequence[Iteration],
-    vectors: Sequence[Vector],
-    question: Callable[..., Awaitable[Exploration]],
-    embed: Embed,
-    settings: LoopSettings,
-) -> Vector:
-    """Find a query that is not too close to an earlier one; the last attempt is taken as it is."""
-    asked = [other for other in earlier if other.query]
-    # With nothing to vary, closeness has no meaning.
-    attempts = settings.max_attempts if asked and tool.parameters else 1
-    for attempt in range(attempts):
-        exploration = await question(
-            f"explore-{attempt}",
-            prompts.explore(
-                tool,
-                queries=[other.query for other in asked],
-                tried=[other.arguments for other in asked],
-                direction=asked[-1].direction if asked else "",
-                rejected=iteration.rejected_queries,
-            ),
-            Exploration,
-        )
-        iteration.query, iteration.arguments = exploration.query, exploration.arguments
-        vector = await embed(exploration.query)
-        if attempt == attempts - 1 or is_diverse(vector, vectors, phi=settings.phi):
-            break
-        iteration.rejected_queries.append(exploration.query)
-    return vector
+class _Loop:
+    """One tool's loop: where it stands, and what it works with."""
 
+    def __init__(
+        self,
+        tool: ToolSpec,
+        runner: ToolRunner,
+        ask: Ask,
+        embed: Embed,
+        journal: Journal,
+        settings: LoopSettings,
+        gate: Gate,
+        probe: ToolRunner | None,
+    ):
+        self.current, self.versions = tool, [tool.description]
+        self.iterations: list[Iteration] = []
+        self._home = f"{tool.name}@{tool.fingerprint}"
+        self._runner, self._probe = runner, probe
+        self._ask, self._embed, self._journal = ask, embed, journal
+        self._settings, self._gate = settings, gate
+        self._vectors: dict[str, Vector] = {}
 
-async def _call(runner: ToolRunner, tool: ToolSpec, iteration: Iteration, journal: Journal, home: str) -> ToolResult:
-    """Call the tool, noting the intention before and the outcome after.
+    async def iterate(self, number: int) -> Iteration:
+        """One iteration, or what the journal has of it."""
+        key = f"iteration/{self._home}/{number}"
+        done = self._journal.get(key)
+        if done is not None:
+            return Iteration.from_record(done)
+        iteration = Iteration(number=number)
+        try:
+            await self._gather(iteration)
+            if iteration.evidence:
+                await self._learn(iteration)
+                await self._judge(iteration)
+            else:
+                kind = iteration.experiences[-1].result.error_kind
+                iteration.reason = f"the call shows nothing about the tool: {kind}"
+        except ReplyError as error:
+            iteration.reason = str(error)
+        if not any(_is_for_now(experience.result) for experience in iteration.experiences):
+            self._journal.note(
+                key, iteration.to_record()
+            )  # it follows from the answers and the results, which are on disk
+        return iteration
 
-    An intention without an outcome means that a killed run may have made the call: it is made again only if that does no harm.
-    """
-    key = f"call/{home}/{iteration.number}"
-    noted = journal.get(key)
-    was = ToolResult(**noted["result"]) if noted is not None and noted["result"] is not None else None
-    if was is not None and not _is_for_now(was):
-        return was
-    may_have_run = noted is not None and was is None
-    if may_have_run and not (tool.hints.read_only or tool.hints.idempotent):
-        result = ToolResult("a run that was killed may have made this call; it is not made twice", "transient")
-    else:
-        await journal.put(key, {"arguments": iteration.arguments, "result": None})
-        result = await runner.call(tool.name, iteration.arguments)
-    await journal.put(key, {"arguments": iteration.arguments, "result": asdict(result)})
-    return result
+    async def _gather(self, iteration: Iteration) -> None:
+        """Phase 1, as often as a batch has calls; then the probes, if there are to be any."""
+        for place in range(self._settings.batch if self.current.parameters else 1):
+            query, arguments = await self._explore(iteration, place)
+            result = await self._call(self._runner, arguments, f"{iteration.number}/{place}")
+            self._note(iteration, query, arguments, result)
+            if _is_for_now(result):
+                return
+        if self._probe is None or iteration.number > 1 or not self.current.is_repeatable:
+            return
+        for place, (what, arguments) in enumerate(probes(self.current, iteration.arguments)):
+            result = await self._call(self._probe, arguments, f"{iteration.number}/probe-{place}")
+            if result.is_evidence:
+                self._note(iteration, "", arguments, result, what)
 
+    def _note(
+        self, iteration: Iteration, query: str, arguments: dict[str, Any], result: ToolResult, probe: str = ""
+    ) -> None:
+        number = 1 + sum(len(other.experiences) for other in [*self.iterations, iteration])
+        iteration.experiences.append(Experience(number, query, arguments, result, probe))
 
-async def _learn(
-    tool: ToolSpec,
-    iteration: Iteration,
-    versions: Sequence[str],
-    question: Callable[..., Awaitable[Any]],
-    settings: LoopSettings,
-) -> None:
-    """Phases 2 and 3: what the call shows, and the document that follows from it."""
-    assert iteration.result is not None
-    seen: dict[str, Any] = {
-        "number": iteration.number,
-        "query": iteration.query,
-        "arguments": iteration.arguments,
-        "result": iteration.result,
+    async def _explore(self, iteration: Iteration, place: int) -> tuple[str, dict[str, Any]]:
+        """A query that is not too close to an earlier one; the last attempt is taken as it is."""
+        made = [call for other in [*self.iterations, iteration] for call in other.experiences if not call.probe]
+        directions = [other.direction for other in self.iterations if other.experiences]
+        # With nothing to vary, closeness has no meaning.
+        attempts = self._settings.max_attempts if made and self.current.parameters else 1
+        rejected: list[str] = []
+        for attempt in range(attempts):
+
+            def ask(history: Sequence[Experience], result: ToolResult | None) -> tuple[Message, ...]:
+                return prompts.explore(
+                    self.current,
+                    queries=[call.query for call in history],
+                    tried=[call.arguments for call in history],
+                    direction=directions[-1] if directions else "",
+                    rejected=rejected,
+                )
+
+            messages = prompts.fitted(ask, made, None, self._settings.max_prompt_tokens)
+            answer = await self._question(f"{iteration.number}/explore-{place}-{attempt}", messages, Exploration)
+            if attempt == attempts - 1:
+                break
+            earlier = [await self._vector(call.query) for call in made]
+            if is_diverse(await self._vector(answer.query), earlier, phi=self._settings.phi):
+                break
+            rejected.append(answer.query)
+            iteration.rejected_queries.append(answer.query)
+        return answer.query, answer.arguments
+
+    async def _call(self, runner: ToolRunner, arguments: dict[str, Any], place: str) -> ToolResult:
+        """Call the tool, noting the intention before and the outcome after.
+
+        An intention without an outcome means that a killed run may have made the call: it is made again only if that does no harm.
+        """
+        key = f"call/{self._home}/{place}"
+        noted = self._journal.get(key)
+        was = ToolResult(**noted["result"]) if noted is not None and noted["result"] is not None else None
+        if was is not None and not _is_for_now(was):
+            return was
+        may_have_run = noted is not None and was is None
+        if may_have_run and not self.current.is_repeatable:
+            result = ToolResult("a run that was killed may have made this call; it is not made twice", "transient")
+        else:
+            await self._journal.put(key, {"arguments": arguments, "result": None})
+            result = await runner.call(self.current.name, arguments)
+        await self._journal.put(key, {"arguments": arguments, "result": asdict(result)})
+        return result
+
+    async def _learn(self, iteration: Iteration) -> None:
+        """Phases 2 and 3: what the calls show, and the document that follows from it."""
+        tool, limit = self.current, self._settings.max_prompt_tokens
+        seen = iteration.evidence
         # One version is no history.
-        "versions": versions if len(versions) > 1 else (),
-    }
-    analysis: Analysis = await question("analyse", prompts.analyse(tool, **seen), Analysis)
-    iteration.suggestions = analysis.suggestions
-    asked = prompts.rewrite(
-        tool,
-        **seen,
-        suggestions=analysis.suggestions,
-        max_chars=settings.max_chars,
-        parameters=settings.rewrite_parameters,
-    )
-    rewrite: Rewrite = await question("rewrite", asked, Rewrite)
-    iteration.description, iteration.direction = rewrite.description, rewrite.next_direction
-    iteration.facts = [fact.model_dump() for fact in rewrite.facts]
-    if settings.rewrite_parameters:
-        # Words for a parameter that does not exist have no place to go.
-        iteration.parameters = {name: text for name, text in rewrite.parameters.items() if name in tool.parameters}
+        versions = self.versions if len(self.versions) > 1 else ()
+
+        def shown(result: ToolResult | None) -> list[Experience]:
+            return [*seen[:-1], replace(seen[-1], result=result)] if result is not None else seen
+
+        def analyse(history: Sequence[str], result: ToolResult | None) -> tuple[Message, ...]:
+            return prompts.analyse(tool, shown(result), versions=history)
+
+        messages = prompts.fitted(analyse, versions, seen[-1].result, limit)
+        analysis = await self._question(f"{iteration.number}/analyse", messages, Analysis)
+        iteration.suggestions = analysis.suggestions
+
+        def rewrite(history: Sequence[str], result: ToolResult | None) -> tuple[Message, ...]:
+            return prompts.rewrite(
+                tool,
+                shown(result),
+                suggestions=analysis.suggestions,
+                versions=history,
+                max_chars=self._settings.max_chars,
+                parameters=self._settings.rewrite_parameters,
+            )
+
+        messages = prompts.fitted(rewrite, versions, seen[-1].result, limit)
+        answer = await self._question(f"{iteration.number}/rewrite", messages, Rewrite)
+        iteration.description, iteration.direction = answer.description, answer.next_direction
+        iteration.facts = [fact.model_dump() for fact in answer.facts]
+        if self._settings.rewrite_parameters:
+            # Words for a parameter that does not exist have no place to go.
+            iteration.parameters = {name: text for name, text in answer.parameters.items() if name in tool.parameters}
+
+    async def _judge(self, iteration: Iteration) -> None:
+        tool = self.current
+        new = tool.with_docs(iteration.description, iteration.parameters)
+        made = [call for other in [*self.iterations, iteration] for call in other.experiences]
+        iteration.reason = await self._gate(tool, new, iteration, [call.result.content for call in made])
+        iteration.accepted = not iteration.reason
+        old_text, new_text = tool.description, iteration.description
+        words = {name: text for name, text in iteration.parameters.items() if text}
+        changed = sorted(name for name, text in words.items() if text.split() != tool.parameter_docs[name].split())
+        if changed:
+            # The text of the parameters is part of the document.
+            old_text = "\n".join([old_text, *(tool.parameter_docs[name] for name in changed)])
+            new_text = "\n".join([new_text, *(words[name] for name in changed)])
+        if old_text.split() == new_text.split():
+            iteration.stability = 1.0
+        elif not old_text.strip():
+            iteration.stability = 0.0  # nothing has no direction, and some endpoints refuse it
+        else:
+            iteration.stability = stability(
+                old_text, new_text, await self._vector(old_text), await self._vector(new_text)
+            )
+
+    async def _vector(self, text: str) -> Vector:
+        if text not in self._vectors:
+            self._vectors[text] = await self._embed(text)
+        return self._vectors[text]
+
+    async def _question(self, place: str, messages: tuple[Message, ...], reply: type[R]) -> R:
+        return await question(self._ask, f"chat/{self._home}/{place}", messages, reply, self._settings.repair_turns)
 
 
-async def _judge(tool: ToolSpec, iteration: Iteration, embed: Embed, gate: Gate) -> None:
-    new = tool.with_docs(iteration.description, iteration.parameters)
-    iteration.reason = await gate(tool, new, iteration)
-    iteration.accepted = not iteration.reason
-    old_text, new_text = tool.description, iteration.description
-    changed = {name for name, text in iteration.parameters.items() if text.split() != tool.parameter_docs[name].split()}
-    if changed:
-        # The text of the parameters is part of the document.
-        old_text = "\n".join([old_text, *(tool.parameter_docs[name] for name in sorted(changed))])
-        new_text = "\n".join([new_text, *(iteration.parameters[name] for name in sorted(changed))])
-    if old_text.split() == new_text.split():
-        iteration.stability = 1.0
-    else:
-        iteration.stability = stability(old_text, new_text, await embed(old_text), await embed(new_text))
-
-
-async def _question(ask: Ask, key: str, messages: tuple[Message, ...], reply: type[R], repair_turns: int) -> R:
+async def question(ask: Ask, key: str, messages: tuple[Message, ...], reply: type[R], repair_turns: int) -> R:
     """Ask, and ask again with the reason if the answer cannot be read. Raises ReplyError after `repair_turns` repairs."""
     conversation = list(messages)
     for turn in range(repair_turns + 1):
@@ -289,7 +372,8 @@ async def _question(ask: Ask, key: str, messages: tuple[Message, ...], reply: ty
         except ReplyError as error:
             if turn == repair_turns:
                 raise
-            conversation += [Message("assistant", text), prompts.repair(str(error))]
+            # Only the last answer stands in the conversation, and not all of one that is endless.
+            conversation = [*messages, Message("assistant", text[:_QUOTED]), prompts.repair(str(error))]
     raise AssertionError("the last turn returns or raises")
 
 

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from draft_docs import prompts
-from draft_docs.drafter import DraftConfig, estimated_tokens
+from draft_docs.drafter import DraftConfig
 from draft_docs.policy import Policy
+from draft_docs.prompts import estimated_tokens
 from draft_docs.tools import ToolSpec
 
 _PROMPT_CHARS = 1500  # the fixed words of the longest prompt, rounded up

@@ -34,10 +34,12 @@ class Policy:
         allow: name patterns (`get_*`) of tools that may be called.
         allow_unsafe: names, not patterns, of tools that may be called although they do not say that they only read.
         dry_run: call nothing; every result is "not executed".
-        max_calls, max_calls_per_tool: limits on calls, over a whole run and for one tool.
+        max_calls, max_calls_per_tool: limits on calls, over a whole run and for one tool. A run that goes on from its store has made the
+            calls that it made before.
         rate: calls a second over all tools; None for no limit.
         timeout: seconds for one call.
-        retries: how often a call that failed for the moment (429, 5xx, a dropped connection) is made again.
+        retries: how often a call that failed for the moment (429, 5xx, a dropped connection) is made again. Only of tools that say that
+            they only read or may be repeated: a call that failed may have done its work.
         max_result_chars: longer results are cut.
         secrets: parameter name -> `env:NAME`. Such a parameter is taken from the environment when a call is made; models never see it,
             and its value is masked wherever it turns up.
@@ -74,7 +76,7 @@ class Policy:
             return "dry run"
         if not any(fnmatch.fnmatchcase(tool.name, pattern) for pattern in self.allow):
             return "its name is not allowed"
-        if tool.hints.read_only or tool.name in self.allow_unsafe:
+        if tool.name in self.allow_unsafe or (tool.hints.read_only and not tool.hints.destructive):
             return ""
         return "it does not say that it only reads: name it in allow_unsafe to call it all the same"
 
@@ -102,39 +104,44 @@ class Policy:
 class Guard:
     """A `ToolRunner` that puts every call through the policy."""
 
-    def __init__(self, tools: Sequence[ToolSpec], runner: ToolRunner, policy: Policy):
+    def __init__(
+        self, tools: Sequence[ToolSpec], runner: ToolRunner, policy: Policy, *, made: Mapping[str, int] | None = None
+    ):
         self.policy = policy
         self._tools = {tool.name: tool for tool in tools}
         self._runner = runner
         self._secrets = policy.secret_values()
-        self.redact = Redactor(self._secrets.values())
+        # A source sends credentials of its own, and a tool may send them back.
+        self.redact = Redactor([*self._secrets.values(), *getattr(runner, "secrets", ())])
+        self._earlier = Counter(made or {})
         self.calls: Counter[str] = Counter()
         self._next_slot = 0.0
 
-    async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        """Check, call, retry, cut, mask. Every outcome is a result."""
+    async def call(self, name: str, arguments: Mapping[str, Any], *, is_checked: bool = True) -> ToolResult:
+        """Check, call, retry, cut, mask. Every outcome is a result. `is_checked=False` leaves out the check of the arguments."""
         tool = self._tools[name]
         refusal = self.policy.refusal(tool) or self._over_limit(name)
         if refusal:
             return ToolResult(f"not executed: {refusal}", "not_executed")
         arguments = {k: v for k, v in arguments.items() if k not in self.policy.secrets}
-        problem = invalid(self.policy.hide_secrets(tool), arguments)
+        problem = invalid(self.policy.hide_secrets(tool), arguments) if is_checked else ""
         if problem:
             return self._seen(ToolResult(problem, "invalid_arguments"))
         secrets = {k: v for k, v in self._secrets.items() if k in tool.parameters}
         self.calls[name] += 1
-        for attempt in range(self.policy.retries + 1):
+        retries = self.policy.retries if tool.is_repeatable else 0
+        for attempt in range(retries + 1):
             await self._wait_for_slot()
             result = await self._once(name, {**arguments, **secrets})
-            if result.error_kind != "transient" or attempt == self.policy.retries:
+            if result.error_kind != "transient" or attempt == retries:
                 break
             await asyncio.sleep(random.uniform(0.5, 1.0) * 0.2 * 2**attempt)
         return self._seen(result)
 
     def _over_limit(self, name: str) -> str:
-        if self.calls.total() >= self.policy.max_calls:
+        if self.calls.total() + self._earlier.total() >= self.policy.max_calls:
             return f"the run has made its {self.policy.max_calls} calls"
-        if self.calls[name] >= self.policy.max_calls_per_tool:
+        if self.calls[name] + self._earlier[name] >= self.policy.max_calls_per_tool:
             return f"the tool has had its {self.policy.max_calls_per_tool} calls"
         return ""
 
@@ -152,6 +159,10 @@ class Guard:
             result = await asyncio.wait_for(self._runner.call(name, arguments), self.policy.timeout)
         except TimeoutError:
             result = ToolResult(f"no answer within {self.policy.timeout:g} s", "timeout")
+        except (
+            Exception
+        ) as error:  # a fault of the adapter says nothing about the tool, and must not end the others' run
+            result = ToolResult(f"the call could not be made: {type(error).__name__}: {error}", "died")
         return replace(result, seconds=time.perf_counter() - start)
 
     def _seen(self, result: ToolResult) -> ToolResult:

@@ -16,18 +16,26 @@ import json_repair
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 
-class _Reply(BaseModel):
+class Reply(BaseModel):
+    """What all answers share: fields that were not asked for are left out."""
+
     model_config = ConfigDict(extra="ignore", str_strip_whitespace=True)
 
 
-class Exploration(_Reply):
+class Exploration(Reply):
     """The Explorer's answer: one request that a user could make, and the arguments that serve it."""
 
     query: str = Field(min_length=1)
     arguments: dict[str, Any] = Field(default_factory=dict)
 
 
-class Analysis(_Reply):
+class Call(Reply):
+    """The answer to one request: the arguments of the call that serves it."""
+
+    arguments: dict[str, Any]
+
+
+class Analysis(Reply):
     """The Analyzer's answer: what the call showed about the document; empty if it showed nothing new."""
 
     suggestions: str = ""
@@ -40,14 +48,14 @@ class Analysis(_Reply):
         return value
 
 
-class Fact(_Reply):
+class Fact(Reply):
     """A statement that the new document adds, and the number of the call that showed it (None: nothing did)."""
 
     claim: str
     evidence: int | None = None
 
 
-class Rewrite(_Reply):
+class Rewrite(Reply):
     """The Rewriter's answer: the new words, what they rest on, and where to look next."""
 
     description: str = Field(min_length=1)
@@ -56,13 +64,13 @@ class Rewrite(_Reply):
     next_direction: str = ""
 
 
-class Summary(_Reply):
+class Summary(Reply):
     """The Summariser's answer: what a group of tools is for."""
 
     summary: str = Field(min_length=1)
 
 
-R = TypeVar("R", bound=_Reply)
+R = TypeVar("R", bound=Reply)
 
 
 @functools.cache

@@ -50,6 +50,11 @@ class ToolSpec:
         """The description of each parameter, empty where there is none."""
         return {name: str(schema.get("description", "")) for name, schema in self.parameters.items()}
 
+    @property
+    def is_repeatable(self) -> bool:
+        """Whether making a call twice is known to do no more than making it once."""
+        return bool(self.hints.read_only or self.hints.idempotent)
+
     def with_docs(self, description: str, parameters: Mapping[str, str] | None = None) -> ToolSpec:
         """The same tool with other words: names, types and everything else stay.
 

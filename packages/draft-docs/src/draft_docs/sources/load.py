@@ -34,7 +34,8 @@ def load_tools(
         mcp: the command of an MCP server (stdio), or the URL of one (streamable HTTP); needs `draft-docs[mcp]`.
         read_only: for `callables` the names of those that change nothing, or True for all; for `openai` True or nothing.
         dispatch: for `openai`, the function behind each name; tools without one are not called.
-        base_url, headers: for `openapi`, where to call and what to send with each call.
+        base_url: for `openapi`, where to call.
+        headers: for `openapi` and the URL of an MCP server, what to send with each call.
         env: for `mcp`, environment variables for the command.
 
     Raises ValueError unless exactly one place is given, or if the file is not what it should be.
@@ -60,4 +61,4 @@ def load_tools(
         mcp = shlex.split(mcp)
     if not mcp:
         raise ValueError("mcp must be a command or a URL, got nothing")
-    return McpServer(mcp, env)
+    return McpServer(mcp, env, headers)

@@ -13,8 +13,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import IO, TYPE_CHECKING, Any
+from urllib.parse import urlsplit
 
 from chapbook_shared.validate import import_extra
+from draft_docs.redact import Redactor
 from draft_docs.tools import Hints, ToolResult, ToolSpec
 
 if TYPE_CHECKING:
@@ -22,6 +24,9 @@ if TYPE_CHECKING:
     from mcp import types
 
 _STDERR_TAIL = 2000
+_START_SECONDS = 60.0  # a server that is installed at its first start takes long
+_STOP_SECONDS = 10.0
+_MOST_TOOLS = 10_000
 _OVERLAY = "draft-docs overlay 1"
 
 
@@ -35,9 +40,10 @@ class McpServer:
 
     target: str | Sequence[str]
     env: Mapping[str, str] | None = None
+    headers: Mapping[str, str] | None = None
 
     async def connect(self) -> McpSource:
-        return await McpSource.connect(self.target, env=self.env)
+        return await McpSource.connect(self.target, env=self.env, headers=self.headers)
 
 
 class McpSource:
@@ -46,8 +52,13 @@ class McpSource:
     A server's annotations (read-only, idempotent, destructive) are taken as hints. A server that dies is started once more.
     """
 
-    def __init__(self, target: str | Sequence[str], env: Mapping[str, str] | None):
-        self.target, self._env = target, env
+    def __init__(
+        self,
+        target: str | Sequence[str],
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ):
+        self.target, self._env, self._headers = target, dict(env or {}), dict(headers or {})
         self.tools: list[ToolSpec] = []
         self._errors: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  # closed by aclose
         self._restarted = False
@@ -56,21 +67,35 @@ class McpSource:
         self._client: mcp.Client | None = None
 
     @classmethod
-    async def connect(cls, target: str | Sequence[str], *, env: Mapping[str, str] | None = None) -> McpSource:
+    async def connect(
+        cls,
+        target: str | Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> McpSource:
         """Connect and list the tools, all pages.
 
         Args:
             target: the command and its arguments (stdio), or the URL of a streamable HTTP endpoint.
             env: environment variables for the command, besides the few that every server gets. No others reach it.
+            headers: sent with every request to a URL (credentials, say).
+
+        The values of `env` and `headers` never reach a model, also if the server sends them back.
 
         Raises McpServerError with the end of what the server wrote to stderr.
         """
         import_extra("mcp", "draft-docs[mcp]")
-        source = cls(target, env)
+        source = cls(target, env, headers)
         try:
-            await source._start()
-            assert source._client is not None
-            source.tools = [_spec(tool, source.name) for tool in await list_all_tools(source._client)]
+            async with asyncio.timeout(_START_SECONDS):
+                await source._start()
+                assert source._client is not None
+                source.tools = [_spec(tool, source.name) for tool in await list_all_tools(source._client)]
+        except TimeoutError:
+            said = source._said()
+            await source.aclose()
+            raise McpServerError(f"{source.name} did not answer within {_START_SECONDS:g} s{said}") from None
         except BaseException:
             await source.aclose()
             raise
@@ -82,7 +107,16 @@ class McpSource:
 
     @property
     def name(self) -> str:
-        return self.target if isinstance(self.target, str) else " ".join(self.target)
+        if not isinstance(self.target, str):
+            return Redactor()(" ".join(self.target))
+        parts = urlsplit(self.target)  # a user name, a password or a query may be credentials
+        return f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}{parts.path}"
+
+    @property
+    def secrets(self) -> list[str]:
+        """What must not be seen if the server sends it back."""
+        values = [*self._env.values(), *self._headers.values()]
+        return values + [value.split(None, 1)[1] for value in values if len(value.split(None, 1)) == 2]
 
     @property
     def client(self) -> mcp.Client:
@@ -97,11 +131,11 @@ class McpSource:
 
         assert self._connection is not None
         answer = asyncio.ensure_future(self.client.call_tool(name, dict(arguments)))
-        await asyncio.wait({answer, self._connection}, return_when=asyncio.FIRST_COMPLETED)
+        try:
+            await asyncio.wait({answer, self._connection}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            answer.cancel()  # does nothing to one that is there; one that is given up is not waited for
         if not answer.done():
-            answer.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await answer
             return await self._died(name)
         try:
             result = answer.result()
@@ -121,14 +155,12 @@ class McpSource:
         return overlay({tool.name: refined[tool.name] for tool in self.tools if tool.name in refined}, self.name)
 
     async def aclose(self) -> None:
-        self._close.set()
-        if self._connection is not None:
-            with contextlib.suppress(Exception):
-                await self._connection
+        await self._stop()
         self._errors.close()
 
     async def _start(self) -> None:
         self._close.clear()
+        self._client = None
         ready: asyncio.Future[mcp.Client] = asyncio.get_running_loop().create_future()
         self._connection = asyncio.create_task(self._hold(ready))
         waiting: set[asyncio.Future[Any]] = {ready, self._connection}
@@ -138,6 +170,18 @@ class McpSource:
             raise McpServerError(f"{self.name} did not start: {_cause(error)}{self._said()}") from error
         self._client = ready.result()
 
+    async def _stop(self) -> None:
+        """End the connection, patiently once it stands, at once while it is still being made."""
+        self._close.set()
+        if self._connection is not None:
+            if self._client is None:
+                self._connection.cancel()
+            await asyncio.wait({self._connection}, timeout=_STOP_SECONDS)
+            self._connection.cancel()
+            await asyncio.wait({self._connection}, timeout=_STOP_SECONDS)
+            if self._connection.done() and not self._connection.cancelled():
+                self._connection.exception()  # looked at: it was the server's end
+
     async def _hold(self, ready: asyncio.Future[mcp.Client]) -> None:
         """Keep the connection open until `aclose`: the SDK wants it opened and closed by one task."""
         import mcp
@@ -146,30 +190,35 @@ class McpSource:
         server: Any = self.target
         if not isinstance(self.target, str):
             command, *arguments = self.target
-            parameters = mcp.StdioServerParameters(command=command, args=arguments, env=dict(self._env or {}))
+            parameters = mcp.StdioServerParameters(command=command, args=arguments, env=self._env)
             server = stdio_client(parameters, errlog=self._errors)  # type: ignore[arg-type]  # only its file number is used
-        async with mcp.Client(server) as client:
-            ready.set_result(client)
+        async with contextlib.AsyncExitStack() as stack:
+            if isinstance(self.target, str) and self._headers:
+                from mcp.client.streamable_http import streamable_http_client
+
+                httpx2 = import_extra("httpx2", "draft-docs[mcp]")
+                http = httpx2.AsyncClient(headers=self._headers, timeout=httpx2.Timeout(30, read=300))
+                server = streamable_http_client(self.target, http_client=await stack.enter_async_context(http))
+            ready.set_result(await stack.enter_async_context(mcp.Client(server)))
             await self._close.wait()
 
     async def _died(self, name: str, error: BaseException | None = None) -> ToolResult:
         what = f"the server died while {name} was called: {_cause(error)}{self._said()}"
         if not self._restarted:
             self._restarted = True
-            self._close.set()
-            if self._connection is not None:
-                with contextlib.suppress(Exception):
-                    await self._connection
+            await self._stop()
             try:
-                await self._start()
+                async with asyncio.timeout(_START_SECONDS):
+                    await self._start()
                 return ToolResult(f"{what}; it was started again", "died")
-            except McpServerError as failure:
-                what = f"{what}; {failure}"
+            except (McpServerError, TimeoutError) as failure:
+                what = f"{what}; {failure or 'it did not start again'}"
         return ToolResult(what, "died")
 
     def _said(self) -> str:
-        self._errors.seek(0)
-        tail = self._errors.read()[-_STDERR_TAIL:].decode("utf-8", "replace").strip()
+        size = self._errors.seek(0, 2)
+        self._errors.seek(max(0, size - _STDERR_TAIL))
+        tail = self._errors.read().decode("utf-8", "replace").strip()
         return f"; it wrote: {tail}" if tail else ""
 
 
@@ -183,6 +232,8 @@ async def list_all_tools(client: mcp.Client) -> list[types.Tool]:
         cursor = page.next_cursor
         if cursor is None or cursor in seen:  # a server that gives the same cursor again would never end
             return tools
+        if len(tools) > _MOST_TOOLS:
+            raise McpServerError(f"the server lists more than {_MOST_TOOLS} tools: its pages do not end")
         seen.add(cursor)
 
 
@@ -203,19 +254,35 @@ def read_overlay(text: str) -> dict[str, dict[str, Any]]:
     document = json.loads(text)
     if not isinstance(document, dict) or document.get("format") != _OVERLAY:
         raise ValueError(f"not an overlay: it needs the format {_OVERLAY!r}")
-    tools: dict[str, dict[str, Any]] = document["tools"]
+    tools = document.get("tools")
+    if not isinstance(tools, dict) or not all(_are_words(words) for words in tools.values()):
+        raise ValueError(
+            "not an overlay: under 'tools' each tool needs a text 'description' and texts under 'parameters'"
+        )
     return tools
+
+
+def _are_words(words: Any) -> bool:
+    parameters = words.get("parameters", {}) if isinstance(words, dict) else None
+    return (
+        isinstance(parameters, dict)
+        and isinstance(words.get("description", ""), str)
+        and all(isinstance(text, str) for text in parameters.values())
+    )
 
 
 @asynccontextmanager
 async def proxy(
-    target: str | Sequence[str], words: Mapping[str, Mapping[str, Any]]
+    target: str | Sequence[str], words: Mapping[str, Mapping[str, Any]], **connection: Any
 ) -> AsyncIterator[mcp.server.Server[Any]]:
-    """A server that offers the tools of `target` with the words of the overlay. Names, schemas, calls and results pass unchanged."""
+    """A server that offers the tools of `target` with the words of the overlay. Names, schemas, calls and results pass unchanged.
+
+    `connection` is as for `McpSource.connect`: `env`, `headers`.
+    """
     from mcp import types
     from mcp.server import Server
 
-    source = await McpSource.connect(target)
+    source = await McpSource.connect(target, **connection)
 
     async def list_tools(context: Any, params: types.PaginatedRequestParams | None) -> types.ListToolsResult:
         return types.ListToolsResult(tools=[_overlaid(tool, words) for tool in await list_all_tools(source.client)])
@@ -229,11 +296,11 @@ async def proxy(
         await source.aclose()
 
 
-async def serve_stdio(target: str | Sequence[str], words: Mapping[str, Mapping[str, Any]]) -> None:
+async def serve_stdio(target: str | Sequence[str], words: Mapping[str, Mapping[str, Any]], **connection: Any) -> None:
     """Run the proxy on stdin and stdout until the client hangs up."""
     from mcp.server.stdio import stdio_server
 
-    async with proxy(target, words) as server, stdio_server() as (reader, writer):
+    async with proxy(target, words, **connection) as server, stdio_server() as (reader, writer):
         await server.run(reader, writer, server.create_initialization_options())
 
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urljoin
+from urllib.parse import quote
 
 from chapbook_shared.validate import import_extra
 from draft_docs.sources.base import shown
@@ -26,6 +26,7 @@ _SAFE = ("get", "head", "options")
 _METHODS = (*_SAFE, "put", "post", "delete", "patch", "trace")
 _IDEMPOTENT = (*_SAFE, "put", "delete", "trace")
 _BODY = "body"
+_PLAIN_HEADERS = ("accept", "accept-encoding", "accept-language", "content-type", "user-agent")
 _MAX_READ = 1_000_000  # bytes of a response that are read at all
 
 
@@ -110,6 +111,12 @@ class OpenApiSource:
             return ToolResult(f"{type(error).__name__}: {error}", "transient")
         status = f"{response.status_code} {response.reason_phrase}"
         return ToolResult(f"{status}\n{text}" if text else status, error_kind, truncated=len(body) > _MAX_READ)
+
+    @property
+    def secrets(self) -> list[str]:
+        """What must not be seen if the API sends it back: the values of the headers, and what follows a scheme (`Bearer ...`)."""
+        values = [value for name, value in self._headers.items() if name.lower() not in _PLAIN_HEADERS]
+        return values + [value.split(None, 1)[1] for value in values if len(value.split(None, 1)) == 2]
 
     def rewritten(self, refined: Mapping[str, ToolSpec]) -> str:
         """The document with the new descriptions. A parameter that several operations share through a reference keeps its words."""
@@ -215,6 +222,7 @@ class OpenApiSource:
 
     def _request(self, operation: _Operation, arguments: Mapping[str, Any]) -> dict[str, Any]:
         path, query, headers = operation.path, [], dict(self._headers)
+        given = {name.lower() for name in headers}
         cookies: list[str] = []
         body: dict[str, Any] = {}
         whole: Any = None
@@ -235,7 +243,7 @@ class OpenApiSource:
                     raise ValueError(f"{key} must be a single header value, got {text!r}")
                 if argument.location == "cookie":
                     cookies.append(f"{argument.name}={text}")
-                else:
+                elif argument.name.lower() not in given:  # the owner's headers stand, whatever a model says
                     headers[argument.name] = text
             elif argument.location == "whole":
                 whole = value
@@ -244,10 +252,13 @@ class OpenApiSource:
         left = re.findall(r"\{([^}]+)\}", path)
         if left:
             raise ValueError(f"the path needs {', '.join(left)}")
+        if {".", ".."} & set(path.split("/")):  # put together from several arguments
+            raise ValueError(f"the path must not hold '.' or '..', got {path!r}")
         if cookies:
             headers["Cookie"] = "; ".join(cookies)
         assert self.base_url is not None
-        url = urljoin(self.base_url.rstrip("/") + "/", path.lstrip("/"))
+        # Put together as text: `urljoin` would let a path such as /http://other.example lead to another host.
+        url = f"{self.base_url.rstrip('/')}/{path.lstrip('/')}"
         request: dict[str, Any] = {"method": operation.method.upper(), "url": url, "params": query, "headers": headers}
         if operation.media_type is not None and (body or whole is not None):
             payload = body or whole
