@@ -1,8 +1,10 @@
 """The command, against real servers on this machine."""
 
 import json
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -195,3 +197,34 @@ def test_help_explains_itself_and_importing_is_light():
     code = f"import sys, magpie_synth; print([m for m in {heavy!r} if m in sys.modules])"
     out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert out.strip() == "[]"
+
+
+@pytest.mark.slow
+def test_ctrl_c_exits_130_and_the_same_command_goes_on(tmp_path, model):
+    with Server(model, latency=0.2) as server:
+        arguments = ["generate", str(tmp_path / "run"), "--model", "smollm2", "--engine", "server"]
+        arguments += [
+            "--server",
+            server.base_url,
+            "--rows",
+            "200",
+            "--concurrency",
+            "4",
+            "--max-instruction-tokens",
+            "20",
+        ]
+        code = f"import sys; sys.argv[1:] = {arguments!r}; from magpie_synth.cli import main; main()"
+        process = subprocess.Popen([sys.executable, "-c", code], stderr=subprocess.PIPE, text=True)
+        while server.asked < 20:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        _, words = process.communicate()
+        assert process.returncode == 130
+        assert "the same command goes on where it was" in words
+        assert "Traceback" not in words
+    done = json.loads(call("stats", tmp_path / "run", "--json").stdout)["instructions"]
+    assert 8 <= done < 200
+    with Server(model) as server:
+        arguments[arguments.index("--server") + 1] = server.base_url
+        call(*arguments, "--responses", 1)
+        assert server.asked == 200 - done + 1

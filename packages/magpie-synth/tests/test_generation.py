@@ -404,3 +404,22 @@ def test_a_system_text_that_the_template_refuses(scripted, tokenizer_of):
 def test_there_is_no_run_where_none_was_begun(tmp_path):
     with pytest.raises(FileNotFoundError, match="no run at"):
         Run(tmp_path)
+
+
+def test_another_model_may_answer_under_its_own_template(scripted, chatml, tokenizer_of):
+    other = tokenizer_of(chatml.chat_template.replace("<|im_end|>", "<|eot|>"), special=("<|im_start|>", "<|eot|>"))
+    prompts = []
+
+    def say(prompt, sampling):
+        prompts.append((other.decode(list(prompt)), sampling))
+        return "Yes."
+
+    answerer = ScriptedModel(complete=say, name="answerer")
+    made = Magpie(scripted(), tokenizer=chatml, responder=answerer, responder_tokenizer=other)
+    (row,) = made.responses(made.instructions(1))
+    (prompt, sampling) = prompts[0]
+    assert prompt == f"<|im_start|>user\n{row.instruction}<|eot|>\n<|im_start|>assistant\n"
+    assert other.convert_tokens_to_ids("<|eot|>") in sampling.stop_token_ids
+    data = row.to_dict()
+    assert data["gen_response_configs"]["output_generator"] == "answerer"
+    assert data["gen_input_configs"]["input_generator"] == "tiny"

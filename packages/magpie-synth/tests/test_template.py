@@ -7,6 +7,8 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from magpie_synth import ChatTemplate, SystemPromptError, TemplateError, derive_template
 from magpie_synth.template import split_reasoning
@@ -263,3 +265,19 @@ def test_a_mark_at_the_end_is_sent_even_if_a_quote_could_join_it(tokenizer_of):
     template = "{% for m in messages %}{{m['role'] + ':' + m['content'] + '\n'}}{% endfor %}"
     tokenizer = tokenizer_of(template, special=(), merges=[(":", '"')])
     assert tokenizer.decode(list(derive_template(tokenizer).prompt_ids)) == "user:"
+
+
+MARKS = st.text("abcXYZ<>|[]#_ \n", min_size=1, max_size=6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(head=MARKS, end=MARKS, assistant=MARKS, system=st.sampled_from(["", "SYSTEM. "]))
+def test_whatever_the_marks_are_they_are_found(tokenizer_of, head, end, assistant, system):
+    template = (
+        f"{system}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{{{{ {head!r} + m['content'] + {end!r} }}}}"
+        f"{{% else %}}{{{{ {assistant!r} + m['content'] + {end!r} }}}}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{{{{ {assistant!r} }}}}{{% endif %}}"
+    )
+    found = derive_template(tokenizer_of(template, special=()))
+    assert (found.pre_query, found.post_query, found.next_turn) == (system + head, end + assistant, end + head)
+    assert (found.user_end, found.assistant_header, found.user_header) == (end, assistant, head)
