@@ -76,6 +76,26 @@ def test_it_has_the_workers_name_and_capabilities(model):
         type(model)(factory, workers=0)
 
 
+def test_a_block_whose_worker_is_killed_is_done_by_another(model, letters, tmp_path):
+    def mortal():
+        built = factory()
+        say = built._complete_script
+
+        def say_or_die(prompt, sampling):
+            if not (tmp_path / "killed").exists():
+                (tmp_path / "killed").touch()
+                os.kill(os.getpid(), 9)
+            return say(prompt, sampling)
+
+        built._complete_script = say_or_die
+        return built
+
+    run = Magpie(type(model)(mortal, workers=2, block=4), tokenizer=letters).run(tmp_path / "run", rows=12)
+    assert (tmp_path / "killed").exists()
+    alone = Magpie(factory(), tokenizer=letters).instructions(12)
+    assert [record["instruction"] for record in run.instructions()] == [record["instruction"] for record in alone]
+
+
 def test_the_command_runs_on_two_workers(model, chatml, tmp_path):
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM

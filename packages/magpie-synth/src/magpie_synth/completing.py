@@ -24,7 +24,9 @@ class Completer(Protocol):
     name: str
     capabilities: Capabilities
 
-    def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]: ...
+    def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]:
+        """Yield the place of each request and its completions as they end."""
+        ...
 
 
 @dataclass(frozen=True)

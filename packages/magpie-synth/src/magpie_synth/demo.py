@@ -51,6 +51,7 @@ class Sizes:
 
     @property
     def schedule(self) -> Schedule:
+        """Half of the rows cold, half warm."""
         return ((COLD, 1.0, self.rows), (WARM, 1.0, self.rows))
 
 

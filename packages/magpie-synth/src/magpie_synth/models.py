@@ -86,6 +86,7 @@ class ModelSpec:
 
     @classmethod
     def of(cls, values: dict[str, Any]) -> ModelSpec:
+        """What `to_dict` gave."""
         return cls(**{**values, "servers": tuple(values["servers"])})
 
 

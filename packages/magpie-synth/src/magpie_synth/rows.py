@@ -58,14 +58,17 @@ class Row:
 
     @property
     def id(self) -> str:
+        """The row's key: seed, index and cell."""
         return str(self.instruction_record["id"])
 
     @property
     def instruction(self) -> str:
+        """The first user's text."""
         return str(self.instruction_record["instruction"])
 
     @property
     def response(self) -> str:
+        """The answer to it."""
         return str(self.response_record["response"])
 
     @property
@@ -75,6 +78,7 @@ class Row:
 
     @property
     def turns(self) -> int:
+        """How many questions have an answer."""
         return 1 + len(self.more)
 
     def conversation(self) -> list[dict[str, str]]:
@@ -90,6 +94,7 @@ class Row:
         return [*self.conversation(), {"role": "user", "content": self.question["instruction"]}]
 
     def with_question(self, question: Record) -> Row:
+        """The same with an open question at its end."""
         return replace(self, question=question)
 
     def with_turn(self, question: Record, answer: Record) -> Row:

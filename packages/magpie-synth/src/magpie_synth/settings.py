@@ -81,12 +81,9 @@ class RowKey:
         """Sorts by index, then cell: rows that a longer schedule adds come after those that are there."""
         return f"{self.seed}-{self.index:08d}-{self.cell:02d}"
 
-    @property
-    def path(self) -> tuple[int, int, int]:
-        return (self.seed, self.cell, self.index)
-
     @classmethod
     def parse(cls, id: str) -> RowKey:
+        """The key of an id."""
         seed, index, cell = id.rsplit("-", 2)
         return cls(int(seed), int(cell), int(index))
 

@@ -232,7 +232,9 @@ def _property(kind: Any) -> dict[str, Any]:
 class Detector(Protocol):
     """What tells languages apart: `lingua`'s detector is one."""
 
-    def detect_language_of(self, text: str) -> Any: ...
+    def detect_language_of(self, text: str) -> Any:
+        """A language with `iso_code_639_1.name`, or None."""
+        ...
 
 
 def tag_language(rows: Any, *, detector: Detector | None = None, languages: Iterable[str] | None = None) -> Any:
