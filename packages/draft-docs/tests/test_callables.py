@@ -1,6 +1,10 @@
 import asyncio
 import calendar
+import subprocess
+import sys
 import textwrap
+import time
+from pathlib import Path
 from typing import Literal
 
 import pytest
@@ -128,3 +132,98 @@ def test_functions_of_one_name_are_told_apart_and_doubles_refused():
         CallableSource([google, google, google])
     with pytest.raises(ValueError, match="read_only names nothing_like_it"):
         CallableSource([google], read_only=["nothing_like_it"])
+
+
+def test_what_calls_print_at_the_same_time_is_kept_apart_and_stdout_comes_back(capsys):
+    def loud(name: str) -> str:
+        for _ in range(20):
+            print(name)
+            time.sleep(0.001)
+        return name
+
+    async def quiet(name: str) -> str:
+        print(name)
+        await asyncio.sleep(0.01)
+        print(name)
+        return name
+
+    source, before = CallableSource([loud, quiet]), sys.stdout
+
+    async def main():
+        jobs = [source.call(kind, {"name": f"n{i}"}) for i in range(10) for kind in ("loud", "quiet")]
+        print("outside")
+        return await asyncio.gather(*jobs)
+
+    results = asyncio.run(main())
+    assert sys.stdout is before
+    for i in range(10):
+        assert results[2 * i].content == f"n{i}\nprinted: " + f"n{i}\n" * 20
+        assert results[2 * i + 1].content == f"n{i}\nprinted: n{i}\nn{i}\n"
+    assert capsys.readouterr().out == "outside\n"
+
+
+def test_a_function_that_hangs_or_ends_the_process_ends_neither_the_run_nor_others():
+    script = """
+import sys, time
+from draft_docs import CallableSource, Drafter, HashedNgrams, Policy
+sys.path.insert(0, {tests!r})
+from test_drafter import scripted
+
+def hang(value: float):
+    "Hang."
+    time.sleep(3600)
+
+def leave(value: float):
+    "Leave."
+    sys.exit("bye")
+
+def stop(value: float):
+    "Stop."
+    raise StopIteration(7)
+
+class Mute(Exception):
+    def __str__(self):
+        raise RuntimeError("no text")
+
+def mute(value: float):
+    "Mute."
+    raise Mute()
+
+tools = CallableSource([hang, *[leave, stop, mute]], read_only=True)
+result = Drafter(scripted(), HashedNgrams(), policy=Policy(timeout=0.2)).run(tools)
+for name in result:
+    call = result[name].evidence()[0]["result"]
+    print(name, call["error_kind"], call["content"])
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script.format(tests=str(Path(__file__).parent))],
+        capture_output=True, text=True, timeout=60,
+    )  # fmt: skip
+    assert done.stdout.splitlines() == [
+        "hang timeout no answer within 0.2 s",
+        "leave tool_error SystemExit: bye",
+        "stop tool_error StopIteration: 7",
+        "mute tool_error Mute",
+    ], done.stderr
+
+
+def test_parameters_that_take_a_place_only_are_called_by_place():
+    def power(base: int, /, exponent: int = 2) -> int:
+        """Power."""
+        return base**exponent
+
+    source = CallableSource([power])
+    assert source.tools[0].required == ("base",)
+    assert call(source, "power", base=3, exponent=3).content == "27"
+    assert "TypeError" in call(source, "power").content
+
+
+def test_a_tool_that_raises_is_called_once():
+    calls = []
+
+    def bad(x: int) -> int:
+        calls.append(x)
+        raise ValueError("no")
+
+    assert call(CallableSource([bad]), "bad", x=1).content == "ValueError: no"
+    assert calls == [1]

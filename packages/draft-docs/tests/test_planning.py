@@ -38,3 +38,12 @@ def test_prices_and_limits_bound_it():
     assert made.money == made.prompt_tokens
     with pytest.raises(ValueError, match="prices must be two numbers"):
         plan(TOOLS, prices=(1.0, -1.0))
+
+
+def test_batches_probes_and_held_out_requests_are_counted_and_a_run_stays_within():
+    config = DraftConfig(max_iterations=2, batch=2, probes=True, gate="replay", held_out={"look": ["a", "b"]})
+    look_, *_ = plan(TOOLS, config=config).tools
+    # (1 + 3 + 2) chats and (2 * 3 + 2) more, and 2 requests with three documents; 2 * 2 calls, 4 probes, 6 for the requests.
+    assert (look_.chat_calls, look_.tool_calls) == (6 + 8 + 6, 4 + 4 + 6)
+    now_ = plan(TOOLS, config=config).tools[1]
+    assert (now_.chat_calls, now_.tool_calls) == (6, 2)

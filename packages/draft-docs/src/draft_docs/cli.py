@@ -157,7 +157,10 @@ def refine(
         str | None, typer.Option(help="A model in this process instead: smollm2, or a transformers folder.")
     ] = None,
     embed: Annotated[
-        str, typer.Option(help="minilm, a sentence-transformers folder, ngrams, or auto (minilm if it is installed).")
+        str,
+        typer.Option(
+            help="minilm, a sentence-transformers folder, endpoint:MODEL at --base-url, ngrams, or auto (minilm if it is installed)."
+        ),
     ] = "auto",
     allow: Allow = None,
     allow_unsafe: AllowUnsafe = None,
@@ -173,7 +176,26 @@ def refine(
     iterations: Annotated[int, typer.Option(help="Iterations for one tool at most (I).")] = 5,
     phi: Annotated[float, typer.Option(help="A query is new below this similarity (φ).")] = 0.9,
     tau: Annotated[float, typer.Option(help="A document has converged above this stability (τ).")] = 0.75,
-    gate: Annotated[str, typer.Option(help="lint refuses bad rewrites; none is the paper's.")] = "lint",
+    gate: Annotated[
+        str,
+        typer.Option(
+            help="lint refuses bad rewrites, replay also those that serve --held-out worse; none is the paper's."
+        ),
+    ] = "lint",
+    held_out: Annotated[
+        Path | None, typer.Option(help='For --gate replay: JSON lines, each {"query": "...", "tools": ["name"]}.')
+    ] = None,
+    batch: Annotated[int, typer.Option(help="Calls before each rewrite.")] = 1,
+    probes: Annotated[
+        bool,
+        typer.Option(
+            "--probes", help="Also make calls that are wrong on purpose, of tools that may be called repeatedly."
+        ),
+    ] = False,
+    window: Annotated[
+        int | None,
+        typer.Option(help="Tokens that the model can take; longer prompts lose history, then the end of results."),
+    ] = None,
     only_description: Annotated[bool, typer.Option(help="Leave the texts of parameters alone.")] = False,
     max_tokens: Annotated[int, typer.Option(help="Tokens of one reply at most.")] = 2000,
     concurrency: Annotated[int, typer.Option(help="Tools at a time.")] = 8,
@@ -196,6 +218,10 @@ def refine(
             max_tokens=max_tokens,
             targets=frozenset({"description"} if only_description else {"description", "parameters"}),
             gate=gate,  # type: ignore[arg-type]  # DraftConfig checks it
+            held_out={} if held_out is None else _held_out(held_out),
+            batch=batch,
+            probes=probes,
+            window=window,
             concurrency=concurrency,
             seed=seed,
         )
@@ -214,7 +240,7 @@ def refine(
         if store is None:
             raise ValueError("--store is needed: a run that is cut short goes on from it")
         chat = _model(model, base_url, api_key_env, local)
-        embedder = _embedder(embed)
+        embedder = _embedder(embed, base_url)
         with chat, Progress().task("refining") as task:  # type: ignore[attr-defined]  # every model is a context
 
             def told(draft: ToolDraft) -> None:
@@ -462,9 +488,13 @@ def _model(name: str | None, base_url: str, api_key_env: str | None, local: str 
     return OpenAIModel(name, base_url=base_url, api_key_env=api_key_env)
 
 
-def _embedder(name: str) -> Embedder:
+def _embedder(name: str, base_url: str | None = None) -> Embedder:
     if name == "ngrams":
         return HashedNgrams()
+    if name.startswith("endpoint:"):
+        from chapbook_shared.embed import OpenAIEmbedder
+
+        return OpenAIEmbedder(name.removeprefix("endpoint:"), base_url=base_url)
     if name != "auto":
         return SentenceEmbedder(name)
     try:
@@ -548,6 +578,7 @@ def _as_json(result: DraftResult) -> dict[str, Any]:
                 "after": _words(draft.after),
                 "changelog": draft.changelog(),
                 "evidence": draft.evidence(),
+                "example": draft.example(),
             }
             for name, draft in result.items()
         },
@@ -575,6 +606,15 @@ def _onto(tools: Sequence[ToolSpec], run: DraftResult) -> dict[str, ToolSpec]:
             raise ValueError(f"{tool.name} has another description than when the run began: refine it again")
         refined[tool.name] = tool.with_docs(draft.after.description, draft.after.parameter_docs)
     return refined
+
+
+def _held_out(path: Path) -> dict[str, list[str]]:
+    """Requests by tool: a request that needs several tools is none that one call can serve."""
+    requests: dict[str, list[str]] = {}
+    for query, tools in _queries(path):
+        if len(tools) == 1:
+            requests.setdefault(tools[0], []).append(query)
+    return requests
 
 
 def _queries(path: Path) -> Iterator[tuple[str, list[str]]]:

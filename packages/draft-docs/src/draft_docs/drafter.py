@@ -327,7 +327,7 @@ class _Session:
         self.guard, self.journal = guard, journal
         self.counts, self.stopped_by = Counts(), ""
         self._vectors: dict[str, asyncio.Future[Vector]] = {}
-        self._warned: set[str] = set()
+        self._has_warned = False
         self._to_embed: list[tuple[str, str]] = []
         self._embedding: asyncio.Task[None] | None = None
         self._sampling = Sampling(
@@ -454,8 +454,8 @@ class _Session:
                 if self._embedding is None or self._embedding.done():
                     self._embedding = asyncio.create_task(self._embed_waiting())
         vector = await asyncio.shield(self._vectors[key])
-        if not (np.isfinite(vector).all() and vector.any()) and key not in self._warned:
-            self._warned.add(key)
+        if not self._has_warned and not (np.isfinite(vector).all() and vector.any()):
+            self._has_warned = True
             warnings.warn(
                 f"the embedder {self.embedder.name} gave a vector without direction, which counts as similar to nothing, for {text[:80]!r}",
                 stacklevel=2,

@@ -129,7 +129,8 @@ def folded(text: str) -> str:
     text = unicodedata.normalize("NFKD", visible(text)).casefold().translate(_LOOKALIKES)
     text = "".join(c for c in text if not unicodedata.combining(c)).replace("’", "'")
     text = re.sub(r"\b\w(?:[ .·_*-]\w\b){3,}", lambda found: re.sub(r"\W|_", "", found.group()), text)
-    return re.sub(r"[^\S\n]+|\n(?=\w)", " ", re.sub(r"(?<=\w)[*_`]+(?=\w)|[*`]", "", text))
+    text = re.sub(r"[*`]|(?<![^\W_])_|_(?![^\W_])", "", text)  # marks of emphasis
+    return re.sub(r"[^\S\n]+|\n(?=\w)", " ", text)
 
 
 def _borrowed(now: str, results: Sequence[str], was: str) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -76,7 +77,7 @@ def plan(
 ) -> Plan:
     """Upper bounds for a run over `tools`; calls nothing.
 
-    Tokens are estimated from lengths: three characters a token, every document as long as it may become, every reply as long as
+    A summary (`config.summary`) is one more chat call. Tokens are estimated from lengths: three characters a token, every document as long as it may become, every reply as long as
     `max_tokens`.
     """
     config, policy = config or DraftConfig(), policy or Policy()
@@ -89,11 +90,16 @@ def _tool(tool: ToolSpec, config: DraftConfig, policy: Policy) -> ToolPlan:
     refusal = policy.refusal(tool)
     if refusal:
         return ToolPlan(tool.name, refusal, 0, 0, 0, 0, 0, 0)
-    turns = min(config.max_iterations, policy.max_calls_per_tool) if tool.parameters else min(2, config.max_iterations)
+    batch = config.batch if tool.parameters else 1
+    turns = min(config.max_iterations, math.ceil(policy.max_calls_per_tool / batch))
+    turns = turns if tool.parameters else min(2, turns)
     retried = config.max_attempts if tool.parameters else 1
-    chats = 3 + (turns - 1) * (retried + 2) if turns else 0
+    probes = 4 if config.probes and tool.parameters and tool.is_repeatable else 0
+    held_out = len(config.held_out.get(tool.name, ())) * (turns + 1) if config.gate == "replay" else 0
+    chats = (1 + (batch - 1) * retried + 2) + (turns - 1) * (batch * retried + 2) + held_out if turns else 0
+    calls = min(turns * batch + probes + held_out, policy.max_calls_per_tool) if turns else 0
     record = len(prompts.record(policy.hide_secrets(tool))) + config.max_chars
-    each = estimated_tokens("x" * (record + _PROMPT_CHARS + policy.max_result_chars))
+    each = estimated_tokens("x" * (record + _PROMPT_CHARS + (batch + probes) * policy.max_result_chars))
     history = sum(estimated_tokens("x" * config.max_chars * i) for i in range(1, turns)) * 2
     return ToolPlan(
         tool.name,
@@ -101,7 +107,7 @@ def _tool(tool: ToolSpec, config: DraftConfig, policy: Policy) -> ToolPlan:
         turns,
         chats,
         chats * (1 + config.repair_turns),
-        turns,
+        calls,
         chats * each + history,
         chats * config.max_tokens,
     )
