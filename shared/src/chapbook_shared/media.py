@@ -323,6 +323,7 @@ class Video:
             self._seek(low)
         pts: list[int] = []
         keys: list[int] = []
+        partial: int | None = None
         for packet in self._packets():
             if packet.pts is None:
                 self._counts_only = True
@@ -331,9 +332,12 @@ class Video:
                 keys.append(packet.pts)
             if not _is_hidden(packet):
                 pts.append(packet.pts)
+            partial = packet.pts if _is_corrupt(packet) else None
             # Nothing that follows is shown before its decoding time.
             if high is not None and packet.dts is not None and packet.dts >= high:
                 break
+        if partial in pts:  # the file ends within its last packet: that frame is not there
+            pts.remove(partial)
         pts.sort()
         if any(a == b for a, b in itertools.pairwise(pts)):
             self._counts_only = True
@@ -407,6 +411,8 @@ class Video:
         errors = self._av.error.FFmpegError
         context = self._stream.codec_context
         for packet in self._packets():
+            if _is_corrupt(packet):
+                continue  # what it holds is no whole frame, and its error would take frames that wait in the decoder along
             context.skip_frame = "DEFAULT" if keep is None or packet.pts in keep else "NONREF"
             try:
                 yield from packet.decode()
@@ -617,8 +623,9 @@ def _is_hidden(packet: Any) -> bool:
     return bool(getattr(packet, "is_discard", False))
 
 
-def _is_corrupt(frame: Any) -> bool:
-    return bool(getattr(frame, "is_corrupt", False))
+def _is_corrupt(part: Any) -> bool:
+    """A packet that is not whole, or a frame that the decoder knows to be damaged."""
+    return bool(getattr(part, "is_corrupt", False))
 
 
 def _upright(frame: Any) -> Size:
