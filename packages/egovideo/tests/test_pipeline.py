@@ -355,3 +355,15 @@ def test_help_explains_every_command():
     for name in ("describe", "train", "embed", "search", "eval"):
         assert run(name, "--help").exit_code == 0
         assert name in run("--help").stdout
+
+
+def test_a_file_that_is_cut_off_is_noted(tmp_path):
+    rng = np.random.default_rng(0)
+    path = tmp_path / "cut.mp4"
+    write_video(path, rng.integers(0, 255, (60, 48, 64, 3), dtype=np.uint8), rate=10, options={"g": "5"})
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    (warning,) = load_clip(path).warnings
+    assert warning.startswith("the file is cut off: frames end at 2.")
+    assert load_clip(path, 0.0, 1.5).warnings == ()
+    record = HODPipeline(ColorDetector()).describe({"video": str(path), "start": 4.0, "end": 5.0, "narration": "x"})
+    assert "shows nothing in [4 s, 5 s)" in record["error"]

@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from egovideo.clips import Clip, MediaError, load_clip, load_clips, segment_ids
+from egovideo.datasets import read_egoclip, read_epic_kitchens
 from egovideo.describe import LLMCaptioner, TemplateCaptioner, check_caption, prompt, swap_sides
 from egovideo.detection import (
     Box,
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
         resample_frames,
         save_adapter,
     )
-    from egovideo.checkpoints import convert_official
+    from egovideo.checkpoints import load_official
     from egovideo.encoder import EgoVideo, EgoVideoOutput
     from egovideo.losses import clip_loss, ego_nce, in_batch_accuracy, max_margin_loss
     from egovideo.tower import TextTower, VideoTower
@@ -53,7 +54,7 @@ _LAZY = {
     "load_adapter": "adapter",
     "resample_frames": "adapter",
     "save_adapter": "adapter",
-    "convert_official": "checkpoints",
+    "load_official": "checkpoints",
     "EgoVideo": "encoder",
     "EgoVideoOutput": "encoder",
     "clip_loss": "losses",
@@ -76,6 +77,8 @@ __all__ = [
     "load_clip",
     "load_clips",
     "segment_ids",
+    "read_epic_kitchens",
+    "read_egoclip",
     # hand-object descriptions
     "Box",
     "Hand",
@@ -109,7 +112,7 @@ __all__ = [
     "TextTower",
     "EgoVideo",
     "EgoVideoOutput",
-    "convert_official",
+    "load_official",
     "clip_loss",
     "ego_nce",
     "max_margin_loss",

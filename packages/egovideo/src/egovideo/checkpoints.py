@@ -27,9 +27,9 @@ from chapbook_shared.validate import import_extra
 import_extra("torch", "egovideo[torch]")
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-__all__ = ["OfficialWeights", "convert_official", "official_vision_config", "read_checkpoint"]
+__all__ = ["OfficialWeights", "convert_official", "load_official", "official_vision_config", "read_checkpoint"]
 
 _WRAPPERS = ("module.", "_orig_mod.", "model.")
 _ADAPTER = {
@@ -115,6 +115,28 @@ def convert_official(official: Mapping[str, Tensor]) -> OfficialWeights:
     return made
 
 
+def load_official(model: nn.Module, checkpoint: str | Path | Mapping[str, Tensor]) -> OfficialWeights:
+    """Load an official checkpoint into an `EgoVideo` made of transformers' CLIP towers; returns what was read, and what was not used.
+
+    The slow projection and the text projection get the official ones. Raises ValueError naming the first weight that does not fit.
+    """
+    made: Any = model
+    given = checkpoint if isinstance(checkpoint, Mapping) else read_checkpoint(checkpoint)
+    official = convert_official(given)
+    vision, text = dict(official.vision), dict(official.text)
+    for weights, name, layer in (
+        (vision, "visual_projection.weight", made.slow_projection),
+        (text, "text_projection.weight", made.text_projection),
+    ):
+        if name in weights:
+            _fill(layer, {"weight": weights.pop(name)})
+    _fill(made.vision.model, _for_tower(made.vision.model, vision, "vision_model."))
+    _fill(made.text.model, _for_tower(made.text.model, text, "text_model."))
+    if official.logit_scale is not None:
+        made.logit_scale.data.copy_(official.logit_scale)
+    return official
+
+
 def official_vision_config(**changes: Any) -> Any:
     """transformers' CLIPVisionConfig of the official B tower (ViT-B/16, 224 pixels, E = 512); `changes` replace fields.
 
@@ -133,6 +155,24 @@ def official_vision_config(**changes: Any) -> Any:
         "layer_norm_eps": 1e-6,
     }
     return transformers.CLIPVisionConfig(**{**base, **changes})
+
+
+def _for_tower(tower: nn.Module, weights: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Names as this class of transformers has them: some classes hold the tower, some are it."""
+    if hasattr(tower, prefix.rstrip(".")):
+        return dict(weights)
+    return {name.removeprefix(prefix): tensor for name, tensor in weights.items()}
+
+
+def _fill(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    own = module.state_dict()
+    for name, tensor in weights.items():
+        if name not in own or own[name].shape != tensor.shape:
+            here = tuple(own[name].shape) if name in own else "absent"
+            raise ValueError(
+                f"the checkpoint does not fit the model: {name} is {tuple(tensor.shape)} there, {here} here"
+            )
+    module.load_state_dict(dict(weights), strict=False)
 
 
 def _unwrapped(name: str) -> str:

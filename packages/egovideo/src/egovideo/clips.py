@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from jaxtyping import Float, Int, UInt8
 
-from chapbook_shared.media import Frames, MediaError, Video
+from chapbook_shared.media import Frames, MediaError, Video, Window
 from chapbook_shared.validate import check_int
 
 __all__ = ["Clip", "MediaError", "load_clip", "load_clips", "segment_ids"]
@@ -89,10 +89,7 @@ def load_clips(
         raise ValueError(f"start must be a number of seconds >= 0, got {start!r}")
     with Video(path, threads=threads) as video:
         window = video.window(start, end)
-        warnings = []
-        length = video.info.duration
-        if end is not None and length is not None and end > length + 0.5:
-            warnings.append(f"end {end:g} s is beyond the file's {length:g} s")
+        warnings = _warnings(video, window, end)
         ids = [segment_ids(0, len(window), n, rng=rng) for n in num_frames]
         wanted = np.unique(np.concatenate(ids))
         read: Frames = video.read(wanted, window, size=size, short_side=short_side)
@@ -102,3 +99,13 @@ def load_clips(
         repeated = len(np.unique(each)) < len(each)
         clips.append(Clip(read.images[place], read.times[place], repeated, tuple(warnings)))
     return clips
+
+
+def _warnings(video: Video, window: Window, end: float | None) -> list[str]:
+    length, last = video.info.duration, float(window.times[-1])
+    if length is None:
+        return []
+    # A second without a frame before the end that was asked for, and that the container says is there.
+    if min(length, math.inf if end is None else end) > last + 1:
+        return [f"the file is cut off: frames end at {last:.2f} s of {length:g} s"]
+    return [f"end {end:g} s is beyond the file's {length:g} s"] if end is not None and end > length + 0.5 else []

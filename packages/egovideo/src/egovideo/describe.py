@@ -260,6 +260,8 @@ def _opening(narration: str) -> str:
 
 
 def _moves(hand: Motion) -> str:
+    if hand.visible == 1:
+        return "is seen for a moment"
     return "stays where it is" if hand.still else f"moves {_way(hand)}"
 
 

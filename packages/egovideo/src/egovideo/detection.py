@@ -132,20 +132,21 @@ class Precomputed:
     in pixels if the line has `size: [width, height]`. 100DOH's own vector (magnitude, x, y) may be given as an `offset` of three
     numbers, with `size`: it is multiplied out as its demo does, 10,000 x magnitude x direction pixels.
 
-    A frame gets the line whose time is nearest, if that is at most `tolerance` seconds away; otherwise nothing is seen in it.
+    A frame gets the line whose time is nearest, if that is at most `tolerance` seconds away; otherwise nothing is seen in it. Hands and
+    objects with a score below `threshold` are left out.
     """
 
-    name = "precomputed"
-
-    def __init__(self, path: str | Path, *, tolerance: float = 0.1):
-        self.path, self.tolerance = Path(path), tolerance
+    def __init__(self, path: str | Path, *, tolerance: float = 0.1, threshold: float = 0.0):
+        check_fraction("threshold", threshold)
+        self.path, self.tolerance, self.threshold = Path(path), tolerance, threshold
+        self.name = f"precomputed:tolerance-{tolerance:g}:threshold-{threshold:g}"
         self._videos: dict[str, list[tuple[float, FrameDetections]]] = {}
         with self.path.open(encoding="utf-8") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
                     try:
                         entry = json.loads(line)
-                        found = float(entry["time"]), _detections(entry)
+                        found = float(entry["time"]), _detections(entry, threshold)
                         self._videos.setdefault(Path(str(entry["video"])).stem, []).append(found)
                     except (ValueError, KeyError, TypeError, IndexError) as error:
                         raise ValueError(f"{self.path}:{number}: not a line of detections: {_said(error)}") from error
@@ -282,7 +283,7 @@ class MediaPipeHands:
         return tuple(hands)
 
 
-def _detections(entry: Mapping[str, Any]) -> FrameDetections:
+def _detections(entry: Mapping[str, Any], threshold: float) -> FrameDetections:
     width, height = entry.get("size") or (1, 1)
 
     def box(values: Sequence[float]) -> Box:
@@ -303,7 +304,10 @@ def _detections(entry: Mapping[str, Any]) -> FrameDetections:
     things = [
         Thing(box(t["box"]), float(t.get("score", 1)), str(t.get("label", ""))) for t in entry.get("objects") or []
     ]
-    return FrameDetections(tuple(hands), tuple(things))
+    return FrameDetections(
+        tuple(hand for hand in hands if hand.score >= threshold),
+        tuple(thing for thing in things if thing.score >= threshold),
+    )
 
 
 def _contact(value: Any) -> Contact:
