@@ -5,7 +5,7 @@ python evidence/openvino_reader.py compares its greedy answers with those of tra
 
 from __future__ import annotations
 
-import os
+from itertools import takewhile
 from typing import Any
 
 from chapbook_shared.lm import Completion, Usage
@@ -75,7 +75,10 @@ def greedy() -> None:
 
     def show(name: str, model: Any) -> None:
         found = [model.chat(text, sampling).text for text in texts]
-        agree = [len(os.path.commonprefix(pair)) for pair in zip(expected, found, strict=True)]
+        agree = [
+            sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(a, b, strict=False)))
+            for a, b in zip(expected, found, strict=True)
+        ]
         print(name, ", ".join(f"{a} of {len(text)}" for a, text in zip(agree, expected, strict=True)), flush=True)
 
     with LlamaCpp(smollm2_gguf(), context=512, threads=1) as llama:
