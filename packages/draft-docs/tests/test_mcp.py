@@ -1,8 +1,10 @@
 import asyncio
+import http.server
 import json
 import socket
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -123,3 +125,64 @@ def test_the_time_server_from_the_package_index():
     tools, result = with_source(work, [sys.executable, "-m", "mcp_server_time", "--local-timezone", "UTC"])
     assert {tool.name for tool in tools} == {"get_current_time", "convert_time"}
     assert json.loads(result.content)["timezone"] == "UTC"
+
+
+def test_headers_go_to_a_url_and_reach_no_model():
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    seen = []
+
+    class Door(http.server.BaseHTTPRequestHandler):
+        def log_message(self, *args):
+            return
+
+        def do_POST(self):
+            seen.append(self.headers["Authorization"])
+            self.send_response(401)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Door) as door:
+        threading.Thread(target=door.serve_forever, daemon=True).start()
+        url = f"http://127.0.0.1:{port}/mcp?key=hidden"
+        headers = {"Authorization": "Bearer canary-42"}
+        with pytest.raises(McpServerError) as caught:
+            with_source(None, url, headers=headers)
+        door.shutdown()
+    assert seen[0] == "Bearer canary-42"
+    assert not any(word in str(caught.value) for word in ("canary", "hidden"))
+    source = McpSource(url.replace("//", "//user:password@"), {"A": "value-1"}, headers)
+    assert source.secrets == ["value-1", "Bearer canary-42", "canary-42"]
+    assert source.name == f"http://127.0.0.1:{port}/mcp"
+
+
+def test_a_server_that_never_answers_is_given_up(monkeypatch):
+    monkeypatch.setattr("draft_docs.sources.mcp._START_SECONDS", 1.0)
+    monkeypatch.setattr("draft_docs.sources.mcp._STOP_SECONDS", 3.0)
+    mute = [sys.executable, "-c", "import sys, time; print('thinking', file=sys.stderr, flush=True); time.sleep(3600)"]
+    start = time.monotonic()
+    with pytest.raises(McpServerError, match="did not answer within 1 s; it wrote: thinking"):
+        with_source(None, mute)
+    assert time.monotonic() - start < 20
+
+
+def test_what_a_server_was_given_is_masked_if_it_sends_it_back(monkeypatch):
+    from draft_docs import Policy
+    from draft_docs.policy import Guard
+
+    async def work(source):
+        guard = Guard(source.tools, source, Policy(allow_unsafe=["environment"]))
+        return await guard.call("environment", {})
+
+    # The server lists names only: the value is given as a name.
+    assert "[redacted]" in with_source(work, env={"CANARY_NAME": "CANARY_NAME"}).content
+
+
+@pytest.mark.parametrize(
+    "tools",
+    ["[]", "null", '{"a": 1}', '{"a": {"description": 1}}', '{"a": {"description": "x", "parameters": {"p": 1}}}'],
+)
+def test_a_broken_overlay_is_refused(tools):
+    with pytest.raises(ValueError, match="not an overlay"):
+        read_overlay(f'{{"format": "draft-docs overlay 1", "tools": {tools}}}')

@@ -8,6 +8,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+from draft_docs.policy import Guard, Policy
 from draft_docs.sources.openapi import OpenApiSource
 
 YAML = """\
@@ -207,3 +208,97 @@ def test_json_stays_byte_identical_but_for_the_words():
 def test_what_cannot_be_read_is_refused(text, message):
     with pytest.raises(ValueError, match=message):
         OpenApiSource(text)
+
+
+def refined_words(source, description, **parameters):
+    return {tool.name: tool.with_docs(description, parameters) for tool in source.tools if tool.name == "getBook"}
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n"])
+def test_only_the_words_of_a_yaml_file_change_all_other_bytes_stay(end):
+    text = YAML.replace("\n", end)
+    source = OpenApiSource(text)
+    new = source.rewritten(
+        refined_words(source, 'Gets "one": book \U0001f4d6.', fields="Names, comma\nseparated", id="number")
+    )
+    changed = text.replace(
+        "    get:" + end, "    get:" + end + '      description: "Gets \\"one\\": book \U0001f4d6."' + end
+    )
+    changed = changed.replace("description: fields", 'description: "Names, comma\\nseparated"')
+    changed = changed.replace("      - name: id", f'      - description: "number"{end}        name: id')
+    assert new == changed
+    assert OpenApiSource(new).tools[0].parameter_docs["id"] == "number"
+
+
+@pytest.mark.parametrize(
+    ("old", "kept"),
+    [
+        ("      description: |\n        Many\n        lines.\n      operationId: getBook", "      operationId: getBook"),
+        ("      description: >-\n        Many\n        lines.\n      # a comment\n      operationId: getBook", "# a comment"),
+        ("      description: many\n        lines\n      operationId: getBook", "      operationId: getBook"),
+        ("      description: 'it''s'  # a comment\n      operationId: getBook", "# a comment"),
+        ("      description: &words words\n      x-other: *words\n      operationId: getBook", "operationId: getBook"),
+        ("      <<: {description: merged}\n      operationId: getBook", "operationId: getBook"),
+    ],
+)  # fmt: skip
+def test_descriptions_of_every_yaml_style_are_replaced(old, kept):
+    text = YAML.replace("      operationId: getBook", old)
+    source = OpenApiSource(text)
+    new = source.rewritten(refined_words(source, "Gets."))
+    again = OpenApiSource(new)
+    assert again.tools[0].description == "Gets."
+    assert kept in new
+    assert "# keep me" in new
+    assert "# which ones" in new
+    expected = OpenApiSource(text).document
+    expected["paths"]["/books/{id}"]["get"]["description"] = "Gets."
+    expected["paths"]["/books/{id}"]["get"].pop("x-other", None)
+    again.document["paths"]["/books/{id}"]["get"].pop("x-other", None)
+    assert again.document == expected
+
+
+def test_a_flow_mapping_gets_its_words_inside():
+    source = OpenApiSource(YAML)
+    add = next(tool for tool in source.tools if tool.name == "addBook")
+    new = source.rewritten({"addBook": add.with_docs("Adds.", {"title": "Its title."})})
+    assert 'title: {type: string, description: "Its title."}' in new
+
+
+def test_headers_are_sent_and_reach_no_model_and_no_model_sets_them(server):
+    canary = 'ä"canary\\\\9'
+
+    async def main():
+        headers = {"Authorization": f"Bearer {canary}", "X-Trace": "ours", "Accept": "application/json"}
+        source = OpenApiSource(YAML, base_url=server, headers=headers)
+        guard = Guard(source.tools, source, Policy())
+        try:
+            plain = await source.call("getBook", {"id": 1})
+            return source.secrets, plain, await guard.call("getBook", {"id": 1, "X-Trace": "theirs"})
+        finally:
+            await source.aclose()
+
+    secrets, plain, seen = asyncio.run(main())
+    assert secrets == [f"Bearer {canary}", "ours", canary]
+    assert json.loads(plain.content.split("\n", 1)[1])["auth"].encode("latin-1").decode() == f"Bearer {canary}"
+    assert "canary" not in seen.content
+    assert "theirs" not in seen.content
+
+
+@pytest.mark.parametrize("value", ["..", ".", ""])
+def test_no_argument_leads_to_another_path(server, value):
+    text = YAML.replace("schema: {type: integer}", "schema: {type: string}")
+
+    async def main(text, name, arguments):
+        source = OpenApiSource(text, base_url=server)
+        try:
+            return await source.call(name, arguments)
+        finally:
+            await source.aclose()
+
+    assert asyncio.run(main(text, "getBook", {"id": value})).error_kind == "invalid_arguments"
+    split = text.replace("/books/{id}:", "/books/{id}{fields}/x:").replace("in: query", "in: path")
+    assert asyncio.run(main(split, "getBook", {"id": ".", "fields": "."})).error_kind == "invalid_arguments"
+    # A path that looks like an address stays on the server that was named.
+    away = YAML.replace("  /books/{id}:", "  /http://127.0.0.1:1/{id}:")
+    found = asyncio.run(main(away, "getBook", {"id": 7}))
+    assert json.loads(found.content.split("\n", 1)[1])["path"] == "/v1/http://127.0.0.1:1/7"

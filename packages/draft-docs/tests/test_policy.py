@@ -24,7 +24,10 @@ class Runner:
         return result
 
 
-def guard(runner, *, name="look", hints=Hints(read_only=True), made=None, **policy):
+READS = Hints(read_only=True)
+
+
+def guard(runner, *, name="look", hints=READS, made=None, **policy):
     return Guard([ToolSpec(name, "", SCHEMA, hints)], runner, Policy(**policy), made=made)
 
 

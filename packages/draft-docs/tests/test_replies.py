@@ -1,3 +1,4 @@
+import contextlib
 import json
 
 import pytest
@@ -56,7 +57,5 @@ def test_lists_of_suggestions_become_text_and_unknown_fields_are_dropped():
 @settings(max_examples=200, deadline=None)
 @given(st.text(alphabet="{}[]\",:\\ ab1\n`'") | st.text())
 def test_no_text_breaks_the_reader(text):
-    try:
-        assert isinstance(parse_reply(text, Exploration), Exploration)
-    except ReplyError as error:
-        assert str(error)
+    with contextlib.suppress(ReplyError):
+        assert parse_reply(text, Exploration).query

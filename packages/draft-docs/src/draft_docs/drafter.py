@@ -8,11 +8,12 @@ import difflib
 import hashlib
 import json
 import math
+import re
 import threading
 import time
 import warnings
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -165,15 +166,20 @@ class ToolDraft:
 
     def changelog(self) -> list[dict[str, Any]]:
         """Each statement that an accepted rewrite added, with the call that showed it; `grounded` is False where none did."""
-        entries = []
+        entries: list[dict[str, Any]] = []
         for iteration in self.iterations:
             if not iteration.accepted:
                 continue
             for fact in iteration.facts:
                 call = self._call(fact["evidence"])
-                entries.append(
-                    {"claim": fact["claim"], "evidence": fact["evidence"], "grounded": call is not None, "call": call}
-                )
+                entry = {
+                    "claim": fact["claim"],
+                    "evidence": fact["evidence"],
+                    "grounded": call is not None,
+                    "call": call,
+                }
+                if entry not in entries:  # a later rewrite may say again what an earlier one added
+                    entries.append(entry)
         return entries
 
     def evidence(self) -> list[dict[str, Any]]:
@@ -283,7 +289,7 @@ class Drafter:
         if len({tool.name for tool in source.tools}) < len(source.tools):
             raise ValueError("two tools of the source have one name: names must differ")
         with Journal(self.store, settings=self._settings()) as journal:
-            guard = Guard(source.tools, source, self.policy, made=_made(journal))
+            guard = Guard(source.tools, source, self.policy, made=made_calls(journal.items()))
             session = _Session(self, guard, journal)
             limit = asyncio.Semaphore(self.config.concurrency)
             done: dict[str, ToolDraft] = {}
@@ -418,8 +424,9 @@ class _Session:
             self.counts.prompt_tokens += reply.usage.prompt_tokens
             self.counts.completion_tokens += reply.usage.completion_tokens
         text = self.guard.redact(reply.text)
+        usage = asdict(reply.usage or Usage(0, 0))
         await self.journal.put(
-            key, {"prompt": name, "reply": text, "model": reply.model, "finish": reply.finish_reason}
+            key, {"prompt": name, "reply": text, "model": reply.model, "finish": reply.finish_reason, "usage": usage}
         )
         return text
 
@@ -524,13 +531,15 @@ class _Probe:
         return await self._guard.call(name, arguments, is_checked=False)
 
 
-def _made(journal: Journal) -> Counter[str]:
-    """How many calls of each tool the runs before this one have made."""
+def made_calls(records: Iterable[tuple[str, Mapping[str, Any]]]) -> Counter[str]:
+    """How many calls of each tool the records of a store tell of; one that a killed run may have made counts."""
     made: Counter[str] = Counter()
-    for key, record in journal.items("call/"):
-        kind = record["result"]["error_kind"] if record["result"] is not None else None
-        if kind not in ("not_executed", "invalid_arguments"):
-            made[key.removeprefix("call/").rpartition("/")[0].rpartition("/")[0].rpartition("@")[0]] += 1
+    for key, record in records:
+        found = re.match(r"call/(.*)@[0-9a-f]{16}/", key, re.DOTALL)
+        if found:
+            kind = record["result"]["error_kind"] if record["result"] is not None else None
+            if kind not in ("not_executed", "invalid_arguments"):
+                made[found.group(1)] += 1
     return made
 
 

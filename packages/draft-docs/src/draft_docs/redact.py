@@ -51,12 +51,16 @@ class Redactor:
 
 def _forms(secret: str) -> Iterator[str]:
     """A secret as other software may write it."""
-    yield secret
-    yield visible(secret)  # what is left of it once a result has been cleaned
-    for is_ascii in (True, False):
-        yield json.dumps(secret, ensure_ascii=is_ascii)[1:-1]
-    yield repr(secret)[1:-1]
     data = secret.encode("utf-8", "surrogateescape")
+    for text in (
+        secret,
+        visible(secret),
+        data.decode("latin-1"),
+    ):  # as it is, as a cleaned result has it, as HTTP servers read it
+        yield text
+        yield repr(text)[1:-1]
+        for is_ascii in (True, False):
+            yield json.dumps(text, ensure_ascii=is_ascii)[1:-1]
     yield quote(data, safe="")
     yield quote(data)
     yield quote_plus(data)

@@ -1,11 +1,12 @@
 """OpenAPI 3.0 and 3.1 files as tools: one tool an operation, called over HTTP, and the same file back with better words.
 
-Only `description` of operations and of their parameters change. A JSON file stays byte-identical but for them; a YAML file keeps its
-comments, order and quotes.
+Only `description` of operations and of their parameters change. A JSON file stays byte-identical but for them; so does a YAML
+file, unless anchors or merge keys are in the way: then it keeps its comments, order and quotes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import re
@@ -133,13 +134,7 @@ class OpenApiSource:
                     texts[*place, "description"] = words
         if self._is_json:
             return replace_strings(self.text, texts)
-        document = _read_yaml(self.text)
-        for path, words in texts.items():
-            parent = document
-            for key in path[:-1]:
-                parent = parent[key]
-            parent[path[-1]] = words
-        return _write_yaml(document)
+        return _replace_yaml_strings(self.text, texts)
 
     async def aclose(self) -> None:
         if self._client is not None and self._owns_client:
@@ -259,12 +254,13 @@ class OpenApiSource:
         assert self.base_url is not None
         # Put together as text: `urljoin` would let a path such as /http://other.example lead to another host.
         url = f"{self.base_url.rstrip('/')}/{path.lstrip('/')}"
-        request: dict[str, Any] = {"method": operation.method.upper(), "url": url, "params": query, "headers": headers}
+        request: dict[str, Any] = {"method": operation.method.upper(), "url": url, "params": query}
         if operation.media_type is not None and (body or whole is not None):
             payload = body or whole
             is_json = "json" in operation.media_type
             request["content"] = json.dumps(payload, ensure_ascii=False) if is_json else shown(payload)
             headers["Content-Type"] = operation.media_type
+        request["headers"] = {name: value.encode("utf-8") for name, value in headers.items()}
         return request
 
     def _follow(self, value: Any, place: Path) -> tuple[dict[str, Any], Path]:
@@ -356,10 +352,64 @@ def _read_yaml(text: str) -> Any:
     return document
 
 
-def _write_yaml(document: Any) -> str:
+def _replace_yaml_strings(text: str, changes: Mapping[Path, str]) -> str:
+    """A YAML text with the strings at the given paths replaced, or added as the first key where there is none yet.
+
+    Only these bytes change, unless an anchor, a merge key or the like is in the way: then the document is written anew, with its comments,
+    order and quotes.
+    """
+    document = _read_yaml(text)
+    for path, words in changes.items():
+        parent = document
+        for key in path[:-1]:
+            parent = parent[key]
+        parent[path[-1]] = words
+    edited = _with_yaml_edits(text, changes)
+    with contextlib.suppress(Exception):  # an edit that is no YAML, or another document
+        if edited is not None and _plain(_read_yaml(edited)) == _plain(document):
+            return edited
     out = io.StringIO()
     _yaml().dump(document, out)
     return out.getvalue()
+
+
+def _with_yaml_edits(text: str, changes: Mapping[Path, str]) -> str | None:
+    """The text with the changes put in place; None if a path cannot be followed node by node."""
+    root = _yaml().compose(text)
+    line_end = "\r\n" if "\r\n" in text else "\n"
+    edits: list[tuple[int, int, str]] = []
+    for path, words in changes.items():
+        value = json.dumps(words, ensure_ascii=False)  # a string in double quotes means the same in YAML
+        parent = root
+        for key in path[:-1]:
+            parent = _child(parent, key)
+        if parent is None or parent.id != "mapping":
+            return None
+        old = _child(parent, path[-1])
+        start = parent.start_mark
+        if old is not None:
+            end = old.end_mark.index
+            tail = (
+                line_end if text[old.start_mark.index : end].endswith("\n") else ""
+            )  # a block of lines ends with its last one
+            indent = " " * old.end_mark.column if tail else ""
+            edits.append((old.start_mark.index, end, value + tail + indent))
+        elif parent.flow_style:
+            rest = ", " if parent.value else ""
+            edits.append((start.index + 1, start.index + 1, f"{path[-1]}: {value}{rest}"))
+        else:
+            edits.append((start.index, start.index, f"{path[-1]}: {value}{line_end}{' ' * start.column}"))
+    for begin, end, value in sorted(edits, reverse=True):
+        text = text[:begin] + value + text[end:]
+    return text
+
+
+def _child(node: Any, key: str | int) -> Any:
+    if node is not None and node.id == "mapping":
+        return next((value for name, value in node.value if name.value == str(key)), None)
+    if node is not None and node.id == "sequence" and isinstance(key, int) and key < len(node.value):
+        return node.value[key]
+    return None
 
 
 def _plain(value: Any) -> Any:
