@@ -227,7 +227,8 @@ class Magpie:
         settings = {"temperature": temperature, "top_p": top_p, "max_tokens": self.response.max_tokens}
         Sampling(temperature=temperature, top_p=top_p)
         run = Run(Path(out))
-        rows = [row for row in run.rows() if ids is None or row.id in set(ids)]
+        chosen = None if ids is None else set(ids)
+        rows = [row for row in run.rows() if chosen is None or row.id in chosen]
         with Store(run.store_path) as store:
             if "preference-settings" in store:
                 known = store.get("preference-settings")

@@ -22,7 +22,7 @@ from chapbook_shared.validate import check_choice, check_positive, import_extra
 
 from .rows import Record, like, plain_rows
 
-_BLOCK = 1024
+_BLOCK = 768
 _NEAR = 1e-6
 """float32 products of unit vectors are this exact: pairs closer than that to the border are decided in float64."""
 
