@@ -81,6 +81,26 @@ def test_the_order_of_records_does_not_depend_on_workers(folder, tmp_path):
     assert one == three
 
 
+@pytest.mark.parametrize(("parallel", "most"), [(False, 1), (True, 3)])
+def test_a_detector_is_called_in_turns_unless_it_says_otherwise(folder, tmp_path, parallel, most):
+    inside, seen = [], []
+
+    class Watched(ColorDetector):
+        def detect(self, frames):
+            inside.append(1)
+            seen.append(len(inside))
+            time.sleep(0.05)
+            inside.pop()
+            return super().detect(frames)
+
+    detector = Watched()
+    detector.parallel = parallel
+    clips = [{"video": str(folder / "up.mp4"), "id": str(i)} for i in range(6)]
+    HODPipeline(detector).run(clips, tmp_path / "run.sqlite", workers=3)
+    assert max(seen) <= most
+    assert len(seen) == 6
+
+
 def test_a_second_run_does_nothing_and_other_settings_are_refused(folder, tmp_path):
     model = ScriptedModel(answer)
     pipeline = HODPipeline(ColorDetector(), LLMCaptioner(model))

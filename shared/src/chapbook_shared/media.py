@@ -130,10 +130,10 @@ class Video:
             width=context.width,
             height=context.height,
             codec=context.name,
-            time_base=stream.time_base,
-            rate=float(stream.average_rate) if stream.average_rate else None,
+            time_base=self._base,
+            rate=float(self._rate) if self._rate else None,
             frames=stream.frames or None,
-            duration=float(stream.duration * stream.time_base) if stream.duration else None,
+            duration=float(stream.duration * self._base) if stream.duration else None,
         )
 
     def close(self) -> None:
@@ -272,7 +272,12 @@ class Video:
             raise MediaError(self.path, "no such file")
         errors = self._av.error.FFmpegError
         try:
-            container = self._av.open(str(self.path), metadata_errors="replace")
+            try:
+                container = self._av.open(str(self.path))
+            except (
+                UnicodeDecodeError
+            ):  # titles in another encoding: PyAV before 19 has to be told that they do not matter
+                container = self._av.open(str(self.path), metadata_errors="replace")
         except (errors, OSError, ValueError) as error:
             raise MediaError(
                 self.path, f"not a readable video ({_words(error)}): cut off, or of another kind"
@@ -290,15 +295,19 @@ class Video:
         self._stream.codec_context.thread_count = self._threads
         # Without it a decoder patches damaged frames up and says nothing.
         self._stream.codec_context.options = {"err_detect": "explode"}
-        starts = [s.start_time * s.time_base for s in container.streams if s.start_time is not None and s.time_base]
+        self._base = _fraction(self._stream.time_base)
+        self._rate = _fraction(self._stream.average_rate) if self._stream.average_rate else None
+        starts = [
+            s.start_time * _fraction(s.time_base) for s in container.streams if s.start_time is not None and s.time_base
+        ]
         self._origin: Fraction = min(starts, default=Fraction(0))
         self._reformatter = self._av.video.reformatter.VideoReformatter()
 
     def _ticks(self, seconds: float, *, down: bool = False) -> int:
         """The first tick at or after a time; with `down`, the last at or before it."""
         if down:
-            return math.floor((Fraction(seconds + _TOLERANCE) + self._origin) / self._stream.time_base)
-        return math.ceil((Fraction(seconds - _TOLERANCE) + self._origin) / self._stream.time_base)
+            return math.floor((Fraction(seconds + _TOLERANCE) + self._origin) / self._base)
+        return math.ceil((Fraction(seconds - _TOLERANCE) + self._origin) / self._base)
 
     def _checked(self, index: Any, window: Window) -> int:
         check_int("index", index)
@@ -349,8 +358,8 @@ class Video:
     @property
     def _stride(self) -> int:
         """Ticks from one frame to the next, on average."""
-        rate = self._stream.average_rate or Fraction(25)
-        return max(1, round(1 / (rate * self._stream.time_base)))
+        rate = self._rate or Fraction(25)
+        return max(1, round(1 / (rate * self._base)))
 
     def _cut(self, window: Window, low: int | None, high: int | None) -> Window:
         if low is None and high is None:
@@ -365,7 +374,7 @@ class Video:
 
     def _as_window(self, pts: list[int], keys: list[int]) -> Window:
         np = import_extra("numpy", _EXTRA)
-        base, origin = self._stream.time_base, self._origin
+        base, origin = self._base, self._origin
         times = np.array([float(p * base - origin) for p in pts], np.float64)
         return Window(tuple(pts), times, tuple(sorted(keys)))
 
@@ -377,10 +386,10 @@ class Video:
         np = import_extra("numpy", _EXTRA)
         self._rewind()
         count = sum(1 for _ in self._decoded())
-        rate = self._stream.average_rate or Fraction(25)
+        rate = self._rate or Fraction(25)
         # Ticks of the stream's own base, so that windows in seconds mean the same as elsewhere.
         times = [Fraction(i) / rate for i in range(count)]
-        ticks = tuple(round((t + self._origin) / self._stream.time_base) for t in times)
+        ticks = tuple(round((t + self._origin) / self._base) for t in times)
         if len(set(ticks)) < count:
             raise MediaError(self.path, "its frames have no distinct times")
         return Window(ticks, np.array([float(t) for t in times], np.float64), ())
@@ -610,6 +619,11 @@ def _target(size: Size | None, short_side: int | None, now: Sequence[int]) -> Si
     check_int("short_side", short_side, minimum=1)
     scale = short_side / min(height, width)
     return max(1, round(height * scale)), max(1, round(width * scale))
+
+
+def _fraction(ratio: Any) -> Fraction:
+    """PyAV's ratios, which are fractions of Python's or of its own."""
+    return Fraction(ratio.numerator, ratio.denominator)
 
 
 def _is_cover(stream: Any) -> bool:

@@ -14,8 +14,10 @@ import json
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from chapbook_shared.jobs import Store
@@ -44,7 +46,7 @@ class HODPipeline:
     """From clips to captions.
 
     Args:
-        detector: see `egovideo.detection`; used from one thread at a time unless `detector.parallel` is true.
+        detector: see `egovideo.detection`; called from one thread at a time unless it has an attribute `parallel` that is true.
         captioner: rewrites narrations; None: the template alone.
         fallback: speaks where the captioner fails.
         num_frames: F, frames a clip.
@@ -70,6 +72,7 @@ class HODPipeline:
         self.fallback = fallback or TemplateCaptioner()
         self.num_frames, self.short_side = num_frames, short_side
         self.retries, self.check = retries, check
+        self._turn: AbstractContextManager[Any] = nullcontext() if getattr(detector, "parallel", False) else Lock()
 
     @property
     def settings(self) -> Record:
@@ -112,15 +115,16 @@ class HODPipeline:
         with Store(store, settings=self.settings) as records:
             missing = set(records.missing(entries))
             todo = [entry for key, entry in entries.items() if key in missing]
-            with (
-                (progress or Progress()).task("describing clips", total=len(todo)) as task,
-                ThreadPoolExecutor(workers) as pool,
-            ):
-                for start in range(0, len(todo), size):
-                    seen = list(pool.map(self._look, todo[start : start + size]))
-                    self._caption(seen)
-                    records.put_many((str(one.record["id"]), one.record) for one in seen)
-                    task.advance(len(seen))
+            pool = ThreadPoolExecutor(workers)
+            try:
+                with (progress or Progress()).task("describing clips", total=len(todo)) as task:
+                    for start in range(0, len(todo), size):
+                        seen = list(pool.map(self._look, todo[start : start + size]))
+                        self._caption(seen)
+                        records.put_many((str(one.record["id"]), one.record) for one in seen)
+                        task.advance(len(seen))
+            finally:
+                pool.shutdown(cancel_futures=True)  # interrupted, it does not first read the rest of the block
             return summary(record for _, record in records.items())
 
     def describe(self, clip: Mapping[str, Any]) -> Record:
@@ -157,7 +161,8 @@ class HODPipeline:
             if isinstance(self.detector, Precomputed):
                 detections = self.detector.detect_at(entry["video"], clip.times)
             else:
-                detections = self.detector.detect(clip.frames)
+                with self._turn:
+                    detections = self.detector.detect(clip.frames)
         except (MediaError, ValueError) as error:
             record["error"] = str(error)
             return _Seen(record)

@@ -91,6 +91,7 @@ class ColorDetector:
     """
 
     name = "color"
+    parallel = True
 
     def detect(self, frames: UInt8[np.ndarray, "frames height width 3"]) -> list[FrameDetections]:
         return [self._frame(frame.astype(int)) for frame in frames]
