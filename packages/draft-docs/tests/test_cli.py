@@ -134,6 +134,46 @@ def test_a_file_comes_back_with_only_its_words_changed(endpoint, tmp_path, monke
     assert Path("new.json").read_text(encoding="utf-8") == text
 
 
+def test_no_key_header_or_secret_is_printed_or_kept(endpoint, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "leaky", raising=False)
+    monkeypatch.setenv("CHAT_KEY", "chat-key-canary")
+    monkeypatch.setenv("TOOL_KEY", "tool-key-canary")
+    code = "import os\ndef area(side: float, key: str) -> str:\n    'Area.'\n    return f\"{key} {os.environ['CHAT_KEY']}\"\n"
+    (tmp_path / "leaky.py").write_text(code, encoding="utf-8")
+    result = refine(
+        ["--callables", "leaky:area"], endpoint, "--secret", "key=env:TOOL_KEY", "--api-key-env", "CHAT_KEY", "--json"
+    )
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)["tools"]["area"]["evidence"][0]["result"]["content"]
+    assert shown == "[redacted] [redacted]"
+    assert "canary" not in result.output
+    assert all(b"canary" not in file.read_bytes() for file in tmp_path.iterdir() if file.name.startswith("run.sqlite"))
+
+
+def test_probes_batches_and_held_out_requests_by_command(tools, endpoint):
+    Path("held.jsonl").write_text('{"query": "size of 3", "tools": ["area"]}\n', encoding="utf-8")
+    options = ["--probes", "--batch", "2", "--window", "4000", "--gate", "replay", "--held-out", "held.jsonl"]
+    plan = json.loads(refine(tools, endpoint, *options, "--dry-run", "--json").stdout)["at_most"]
+    result = refine(tools, endpoint, *options, "--json")
+    assert result.exit_code == 0, result.output
+    shown = json.loads(result.stdout)
+    assert [call["probe"] for call in shown["tools"]["area"]["evidence"][:4]] == [
+        "", "", "side is missing", "side has another type"
+    ]  # fmt: skip
+    assert shown["counts"]["chat_calls"] <= plan["chat_calls"]
+    assert shown["counts"]["tool_calls"] <= plan["tool_calls"]
+    assert shown["tools"]["area"]["example"]["arguments"] == {"side": 1}
+
+
+def test_vectors_can_come_from_the_endpoint(tools, endpoint, monkeypatch):
+    monkeypatch.setenv("OPENAI_API_KEY", "none")
+    result = refine(tools, endpoint, "--embed", "endpoint:letters")
+    # The test's endpoint has no vectors: the run ends cleanly, and says so.
+    assert result.exit_code == 1, result.output
+    assert "the embedder letters failed" in result.stderr
+
+
 def test_an_mcp_server_gets_an_overlay_and_serve_republishes_it(endpoint, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     result = refine(["--mcp", SERVER], endpoint, "--output", "overlay.json")

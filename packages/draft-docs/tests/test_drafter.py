@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import random
 import re
 import signal
 import subprocess
@@ -14,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from chapbook_shared.lm import Budget, RequestFailed, ScriptedModel
+from chapbook_shared.lm import Budget, Faults, OpenAIModel, RequestFailed, ScriptedModel, Server
 from draft_docs.drafter import DraftConfig, Drafter
 from draft_docs.policy import Policy
 from draft_docs.sources.callables import CallableSource
@@ -569,6 +570,26 @@ def test_a_tool_description_with_a_key_in_it_does_not_break_the_store(tmp_path):
     assert "MIIE" not in read_run(tmp_path / "s")["metres"].before.description
 
 
+def test_a_server_that_misbehaves_changes_nothing_but_the_time():
+    source = CallableSource([metres], read_only=True)
+    calm = Drafter(scripted(), Letters()).run(source)["metres"]
+    faults = Faults("429:0.01,ok,500,malformed,cut,drop,empty,503,ok,slow:0.01,lose")
+    with (
+        Server(scripted(), faults=faults) as server,
+        OpenAIModel("scripted", base_url=server.base_url, backoff=(0, 0)) as model,
+    ):
+        result = Drafter(model, Letters()).run(source)
+    assert (result.stopped_by, result["metres"].after) == ("", calm.after)
+    always = Faults("malformed", repeat=True)
+    with (
+        Server(scripted(), faults=always) as server,
+        OpenAIModel("scripted", base_url=server.base_url, retries=1, backoff=(0, 0)) as model,
+    ):
+        broken = Drafter(model, Letters()).run(source)
+    assert broken["metres"].refined.stopped == "interrupted"
+    assert not broken["metres"].changed
+
+
 RUN = """
 import sys, time, json
 sys.path.insert(0, {tests!r})
@@ -600,6 +621,55 @@ print("ready", flush=True)
 Drafter(ScriptedModel(model), Letters(), config=config, store={store!r}).run(CallableSource(tools, read_only=True))
 print("done")
 """
+
+
+UNSAFE = """
+import os, sys, time
+sys.path.insert(0, {tests!r})
+from test_drafter import Letters, scripted
+from chapbook_shared.lm import ScriptedModel
+from draft_docs import CallableSource, DraftConfig, Drafter, Policy
+
+log = os.open({log!r}, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+inner = scripted()
+def model(messages, sampling):
+    time.sleep(0.01)
+    return inner.chat(messages).text
+def make(i):
+    def tool(value: float) -> float:
+        "Pay."
+        os.write(log, f"{{i}} {{value}}\\n".encode())
+        time.sleep(0.01)
+        return value * 2
+    tool.__name__ = f"pay{{i}}"
+    return tool
+tools = CallableSource([make(i) for i in range(4)])
+config, policy = DraftConfig(tau=1.0, concurrency=4), Policy(allow_unsafe=[f"pay{{i}}" for i in range(4)])
+print("ready", flush=True)
+result = Drafter(ScriptedModel(model), Letters(), config=config, policy=policy, store={store!r}).run(tools)
+print("done", sum(len(draft.iterations) for draft in result.values()))
+"""
+
+
+def test_kill_9_at_any_moment_repeats_no_call_of_a_tool_that_may_not_be_repeated(tmp_path):
+    script = UNSAFE.format(
+        tests=str(Path(__file__).parent), log=str(tmp_path / "log"), store=str(tmp_path / "run.sqlite")
+    )
+    moments, kills = random.Random(0), 0
+    while True:
+        with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as run:
+            run.stdout.readline()
+            timer = threading.Timer(moments.uniform(0.02, 0.2) if kills < 6 else 60, run.send_signal, [signal.SIGKILL])
+            timer.start()
+            out = run.stdout.read()
+            timer.cancel()
+        if "done" in out:
+            break
+        kills += 1
+    calls = (tmp_path / "log").read_text(encoding="utf-8").splitlines()
+    assert kills >= 2
+    assert len(calls) == len(set(calls)), "a call was made twice"
+    assert "done 20" in out
 
 
 def test_kill_9_repeats_no_finished_iteration(tmp_path):

@@ -222,10 +222,10 @@ def test_only_the_words_of_a_yaml_file_change_all_other_bytes_stay(end):
         refined_words(source, 'Gets "one": book \U0001f4d6.', fields="Names, comma\nseparated", id="number")
     )
     changed = text.replace(
-        "    get:" + end, "    get:" + end + '      description: "Gets \\"one\\": book \U0001f4d6."' + end
+        "operationId: getBook", f'operationId: getBook{end}      description: "Gets \\"one\\": book \U0001f4d6."'
     )
     changed = changed.replace("description: fields", 'description: "Names, comma\\nseparated"')
-    changed = changed.replace("      - name: id", f'      - description: "number"{end}        name: id')
+    changed = changed.replace("      - name: id", f'      - name: id{end}        description: "number"')
     assert new == changed
     assert OpenApiSource(new).tools[0].parameter_docs["id"] == "number"
 

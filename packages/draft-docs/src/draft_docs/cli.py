@@ -232,6 +232,7 @@ def refine(
             rate=rate,
             timeout=timeout,
             secrets=_pairs(secret, "--secret"),
+            hidden=[api_key_env] if api_key_env else [],
         )
         budget = Budget(requests=max_chat_calls, tokens=max_chat_tokens, money=max_money, prices=_prices(prices))
         if dry_run:

@@ -43,6 +43,8 @@ class Policy:
         max_result_chars: longer results are cut.
         secrets: parameter name -> `env:NAME`. Such a parameter is taken from the environment when a call is made; models never see it,
             and its value is masked wherever it turns up.
+        hidden: environment variables whose values are masked too, such as that of the chat model's key: functions of this process can
+            read them.
     """
 
     allow: Sequence[str] = ("*",)
@@ -55,6 +57,7 @@ class Policy:
     retries: int = 2
     max_result_chars: int = 2048
     secrets: Mapping[str, str] = field(default_factory=dict)
+    hidden: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         for name in ("max_calls", "max_calls_per_tool", "retries"):
@@ -112,7 +115,8 @@ class Guard:
         self._runner = runner
         self._secrets = policy.secret_values()
         # A source sends credentials of its own, and a tool may send them back.
-        self.redact = Redactor([*self._secrets.values(), *getattr(runner, "secrets", ())])
+        hidden = [os.environ.get(variable, "") for variable in policy.hidden]
+        self.redact = Redactor([*self._secrets.values(), *hidden, *getattr(runner, "secrets", ())])
         self._earlier = Counter(made or {})
         self.calls: Counter[str] = Counter()
         self._next_slot = 0.0

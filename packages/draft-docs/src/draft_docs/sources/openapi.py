@@ -353,7 +353,7 @@ def _read_yaml(text: str) -> Any:
 
 
 def _replace_yaml_strings(text: str, changes: Mapping[Path, str]) -> str:
-    """A YAML text with the strings at the given paths replaced, or added as the first key where there is none yet.
+    """A YAML text with the strings at the given paths replaced, or added as the first or second key where there is none yet.
 
     Only these bytes change, unless an anchor, a merge key or the like is in the way: then the document is written anew, with its comments,
     order and quotes.
@@ -398,7 +398,13 @@ def _with_yaml_edits(text: str, changes: Mapping[Path, str]) -> str | None:
             rest = ", " if parent.value else ""
             edits.append((start.index + 1, start.index + 1, f"{path[-1]}: {value}{rest}"))
         else:
-            edits.append((start.index, start.index, f"{path[-1]}: {value}{line_end}{' ' * start.column}"))
+            first = parent.value[0][1]
+            if first.id == "scalar" and first.style not in ("|", ">"):
+                at = re.compile(r"\r?\n|\Z").search(text, first.end_mark.index)
+                assert at is not None  # a text has an end
+                edits.append((at.start(), at.start(), f"{line_end}{' ' * start.column}{path[-1]}: {value}"))
+            else:
+                edits.append((start.index, start.index, f"{path[-1]}: {value}{line_end}{' ' * start.column}"))
     for begin, end, value in sorted(edits, reverse=True):
         text = text[:begin] + value + text[end:]
     return text
