@@ -39,7 +39,7 @@ def build(pause=0.0):
         return ["", "Once more?", f"Question {sampling.seed}?"][min(sampling.seed % 5, 2)]
 
     model = ScriptedModel(complete=say, name="tiny")
-    model._stream_block = 4
+    model.stream_block = 4
     return Magpie(model, tokenizer=tokenizer, seed=3)
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 from transformers import AutoTokenizer
 
+from chapbook_shared.jobs import Store
 from chapbook_shared.lm import LocalModel, OpenAIModel, OpenVINOModel, Sampling
 from chapbook_shared.local_models import smollm2, smollm2_gguf
 from magpie_synth import InstructionSettings, Magpie, ResponseSettings, derive_template
@@ -39,11 +40,22 @@ def test_without_its_default_system_block_it_writes_code(local):
     assert list(greedy.token_ids) == GOLDEN["no_system_greedy_ids"][:8]
 
 
-def test_a_run_is_the_same_whatever_the_batch(local):
-    many = Magpie(local, **SHORT).instructions(8)
-    few = Magpie(LocalModel(local.model, local.text.tokenizer, name=local.name, batch_size=3), **SHORT).instructions(4)
-    assert [r["raw_instruction"] for r in few] == [r["raw_instruction"] for r in many[:4]]
-    assert any(record["drop"] is None for record in many)
+def test_a_run_that_was_cut_anywhere_ends_with_the_same_rows_to_the_last_bit(local, tmp_path):
+    model = LocalModel(local.model, local.text.tokenizer, name=local.name, batch_size=3)
+    short = {"instruction": InstructionSettings(max_tokens=12), "response": ResponseSettings(max_tokens=4)}
+    whole = Magpie(model, **short).run(tmp_path / "whole", rows=7, responses=2)
+    with Store(tmp_path / "whole" / "run.sqlite", read_only=True) as store:
+        everything, settings = dict(store.items()), store.settings
+    there = [key for place, key in enumerate(everything) if place < 4 or place == 6]  # one batch done, two begun
+    (tmp_path / "cut").mkdir()
+    with Store(tmp_path / "cut" / "run.sqlite", settings=settings) as store:
+        store.put_many([(key, everything[key]) for key in there])
+    resumed = Magpie(model, **short).run(tmp_path / "cut", rows=7, responses=2)
+    texts = [
+        [(r["id"], r["raw_instruction"]) for r in run.instructions()] + [(r.id, r.response) for r in run.rows()]
+        for run in (whole, resumed)
+    ]
+    assert texts[0] == texts[1]
 
 
 def test_no_heading_comes_first_when_it_is_suppressed(local):

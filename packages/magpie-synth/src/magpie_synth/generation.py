@@ -9,13 +9,14 @@ method here yields (id, record) pairs as rows are finished; `Magpie.run` puts th
 
 from __future__ import annotations
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Generic, Literal, TypeVar
 
 from chapbook_shared.jobs import SettingsMismatchError, Store
 from chapbook_shared.lm import Completion, Sampling, Usage
@@ -42,6 +43,17 @@ from .writing import Writer
 
 _PILOT = 32
 _FORMAT = 1
+
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class _Todo(Generic[_T]):
+    """What to run, in batches that may hold rows that are there already, and the ids of those that are not."""
+
+    batch: list[_T]
+    missing: set[str]
 
 
 @dataclass(frozen=True)
@@ -201,10 +213,9 @@ class Magpie:
         progress = progress or Progress()
         with Store(path, settings=self.fingerprint(cells)) as store:
             keys = row_keys(self.seed, cells)
-            missing = set(store.missing(f"instruction/{key.id}" for key in keys))
-            todo = [key for key in keys if f"instruction/{key.id}" in missing]
+            todo = self._todo(store, "instruction", {key.id: key for key in keys}, self._asker, first=True)
             watch = _Pilot({key.id for key in keys[:_PILOT]}, self._asker.model.name, strict=strict)
-            self._store(store, "instruction", self._instructions(todo, cells), len(todo), progress, watch)
+            self._store(store, "instruction", todo, lambda batch: self._instructions(batch, cells), progress, watch)
             Run(out).write_stats()
             self._answer(store, out, keys, responses, turns, progress)
         return Run(out)
@@ -240,11 +251,14 @@ class Magpie:
             else:
                 store.put("preference-settings", settings)
             wanted = [(row.id, row.instruction, place) for row in rows for place in range(k)]
-            missing = set(store.missing(f"preference/{id}/{place}" for id, _, place in wanted))
-            todo = [entry for entry in wanted if f"preference/{entry[0]}/{entry[2]}" in missing]
-            drawn = self._some_candidates(todo, temperature=temperature, top_p=top_p)
-            records = ((f"{id}/{place}", record) for (id, place), record in drawn)
-            self._store(store, "preference", records, len(todo), progress or Progress())
+            named = {f"{id}/{place}": (id, instruction, place) for id, instruction, place in wanted}
+            todo = self._todo(store, "preference", named, self._answerer)
+
+            def draw(batch: Sequence[tuple[str, str, int]]) -> Iterator[tuple[str, Record]]:
+                for (id, place), record in self._some_candidates(batch, temperature=temperature, top_p=top_p):
+                    yield f"{id}/{place}", record
+
+            self._store(store, "preference", todo, draw, progress or Progress())
         return run
 
     def fingerprint(self, cells: Schedule) -> Record:
@@ -269,40 +283,61 @@ class Magpie:
     ) -> None:
         drawn = {record["id"]: record for _, record in store.items("instruction/")}
         kept = answerable([drawn[key.id] for key in keys])[:responses]
-        missing = set(store.missing(f"response/{record['id']}" for record in kept))
-        pending = [record for record in kept if f"response/{record['id']}" in missing]
-        found = self._responses((record["id"], record) for record in pending)
-        self._store(store, "response", found, len(pending), progress)
+        todo = self._todo(store, "response", {record["id"]: record for record in kept}, self._answerer)
+        self._store(store, "response", todo, lambda batch: self._responses((r["id"], r) for r in batch), progress)
         Run(out).write_stats()
         wanted = {record["id"] for record in kept}
         for turn in range(2, turns + 1):
-            rows = [row for row in Run(out).rows() if row.id in wanted and row.turns == turn - 1]
-            missing = set(store.missing(f"instruction-{turn}/{row.id}" for row in rows))
-            ask = [row for row in rows if f"instruction-{turn}/{row.id}" in missing]
-            asked = self._follow_ups(((row.id, row) for row in ask), turn)
-            self._store(store, f"instruction-{turn}", asked, len(ask), progress)
-            questions = {record["id"]: record for _, record in store.items(f"instruction-{turn}/")}
-            missing = set(store.missing(f"response-{turn}/{row.id}" for row in rows))
-            open_rows = [
-                row.with_question(questions[row.id])
-                for row in rows
-                if f"response-{turn}/{row.id}" in missing and questions[row.id]["drop"] is None
-            ]
-            found = self._responses(((row.id, row) for row in open_rows), turn=turn)
-            self._store(store, f"response-{turn}", found, len(open_rows), progress)
+            self._next_turn(store, out, wanted, turn, progress)
             Run(out).write_stats()
+
+    def _next_turn(self, store: Store, out: Path, wanted: set[str], turn: int, progress: Progress) -> None:
+        rows = [row.before_turn(turn) for row in Run(out).rows() if row.id in wanted and row.turns >= turn - 1]
+        asking = self._todo(store, f"instruction-{turn}", {row.id: row for row in rows}, self._asker)
+        self._store(
+            store,
+            f"instruction-{turn}",
+            asking,
+            lambda batch: self._follow_ups(((row.id, row) for row in batch), turn),
+            progress,
+        )
+        questions = {record["id"]: record for _, record in store.items(f"instruction-{turn}/")}
+        open_rows = [row.with_question(questions[row.id]) for row in rows if questions[row.id]["drop"] is None]
+        answering = self._todo(store, f"response-{turn}", {row.id: row for row in open_rows}, self._answerer)
+        self._store(
+            store,
+            f"response-{turn}",
+            answering,
+            lambda batch: self._responses(((row.id, row) for row in batch), turn=turn),
+            progress,
+        )
+
+    def _todo(
+        self, store: Store, stage: str, named: Mapping[str, _T], voice: _Voice, *, first: bool = False
+    ) -> _Todo[_T]:
+        """What of a stage is not done. A model that runs fixed batches gets them whole, for the same rows to the last bit."""
+        missing = {key.removeprefix(f"{stage}/") for key in store.missing(f"{stage}/{id}" for id in named)}
+        size = getattr(voice.model, "stream_block", None)
+        if size is None:
+            return _Todo([value for id, value in named.items() if id in missing], missing)
+        if first and self._first != FirstToken():
+            size = math.lcm(size, BLOCK)
+        blocks = {place // size for place, id in enumerate(named) if id in missing}
+        return _Todo([value for place, value in enumerate(named.values()) if place // size in blocks], missing)
 
     def _store(
         self,
         store: Store,
         stage: str,
-        records: Iterator[tuple[str, Record]],
-        total: int,
+        todo: _Todo[_T],
+        draw: Callable[[Sequence[_T]], Iterator[tuple[str, Record]]],
         progress: Progress,
         watch: Callable[[Record], None] | None = None,
     ) -> None:
-        with progress.task(stage, total=total) as task, Writer(store) as writer:
-            for id, record in records:
+        with progress.task(stage, total=len(todo.missing)) as task, Writer(store) as writer:
+            for id, record in draw(todo.batch):
+                if id not in todo.missing:
+                    continue
                 writer.put(f"{stage}/{id}", record)
                 task.advance()
                 if watch is not None:

@@ -103,6 +103,10 @@ class Row:
             return replace(self, question=None)
         return replace(self, more=(*self.more, (question, answer)), question=None)
 
+    def before_turn(self, turn: int) -> Row:
+        """The row as it was before it had that turn."""
+        return replace(self, more=self.more[: turn - 2])
+
     def to_dict(self) -> Record:
         """The row as it is exported: plain values, `messages` ready for TRL."""
         asked, answer = self.instruction_record, self.response_record

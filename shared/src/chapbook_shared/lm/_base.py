@@ -18,9 +18,10 @@ import hashlib
 import os
 import threading
 import weakref
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from itertools import islice
+from operator import itemgetter
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
@@ -171,14 +172,16 @@ class BatchModel(_Checked):
     run one at a time, whatever threads the callers are on, and split what does not fit into memory themselves.
     """
 
-    _stream_block = 64
-    """Requests in one batch of `complete_each`."""
+    stream_block: int | None = 64
+    """`complete_each` runs so many requests as one batch: the same block gives the same samples to the last bit, which other
+    batches do up to rounding. None: no fixed batches."""
 
     def __init__(self) -> None:
         self._running = threading.RLock()
         self._queued = threading.Lock()
         self._queue: list[tuple[Callable[[list[Any]], list[Any]], str, Any, Future[Any]]] = []
         self._worker: ThreadPoolExecutor | None = None
+        self._worker_pid = 0
 
     # Abstract: a model overrides those of the verbs that its capabilities name; the others are never reached.
     def _chat_batch(self, requests: list[ChatRequest], schema: JsonSchema | None) -> list[Completion]:
@@ -223,16 +226,25 @@ class BatchModel(_Checked):
     def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (place of the request, its completions) as they are ready, in whatever order that is.
 
-        `requests` may be endless work: no more of it is taken than the model can have under way. Nothing else may run on this
-        model meanwhile.
+        `requests` may be endless work: no more of it is taken than the model can have under way. Between two answers the model is
+        free for other calls, from any thread.
         """
-        with self._running:
-            yield from self._complete_stream(self._complete_request(*request) for request in requests)
+        stream = self._complete_stream(self._complete_request(*request) for request in requests)
+        try:
+            while True:
+                with self._running:
+                    answer = next(stream, None)
+                if answer is None:
+                    return
+                yield answer
+        finally:
+            with self._running:
+                stream.close()
 
-    def _complete_stream(self, requests: Iterator[CompleteRequest]) -> Iterator[tuple[int, list[Completion]]]:
+    def _complete_stream(self, requests: Iterator[CompleteRequest]) -> Generator[tuple[int, list[Completion]], None, None]:
         """Optional: the primitive behind `complete_each`; by default blocks of requests, each as one batch."""
         start = 0
-        while block := list(islice(requests, self._stream_block)):
+        while block := list(islice(requests, self.stream_block)):
             yield from enumerate(self._complete_batch(block), start)
             start += len(block)
 
@@ -259,9 +271,9 @@ class BatchModel(_Checked):
         return await self._enqueue(self._prompt_logprobs_batch, "prompt_logprobs", _frozen(prompt))
 
     def close(self) -> None:
-        if self._worker is not None:
+        if self._worker is not None and self._worker_pid == os.getpid():
             self._worker.shutdown()
-            self._worker = None
+        self._worker = None
 
     def _scores(self, requests: list[ScoreRequest]) -> list[list[Score]]:
         asked = [request for request in requests if request[1]]
@@ -281,9 +293,11 @@ class BatchModel(_Checked):
         """Wait in line; whoever runs next takes along everything of the same kind that has come in meanwhile."""
         future: Future[_R] = Future()
         with self._queued:
-            self._queue.append((primitive, kind, request, future))
-            if self._worker is None:
+            if self._worker is None or self._worker_pid != os.getpid():  # a fork has no threads but its own
+                self._queue = []
                 self._worker = ThreadPoolExecutor(max_workers=1, thread_name_prefix="chapbook-lm")
+                self._worker_pid = os.getpid()
+            self._queue.append((primitive, kind, request, future))
             self._worker.submit(self._next_batch)
         return asyncio.wrap_future(future)
 
@@ -403,40 +417,48 @@ class AsyncModel(_Checked):
     def complete_each(self, requests: Iterable[tuple[Prompt, Sampling]]) -> Iterator[tuple[int, list[Completion]]]:
         """Yield (place of the request, its completions) as they come in, `concurrency` requests under way at a time.
 
+        What has come in and was not taken yet counts as under way, so a slow consumer pays for nothing that it may never take.
         After a failure nothing new is begun; what was under way is still yielded, and then the failure is raised.
         """
-        answers: SimpleQueue[tuple[int, list[Completion]] | Exception | None] = SimpleQueue()
-        waiting = enumerate(requests)
-        failures: list[Exception] = []
-
-        async def work() -> None:
-            while not failures:
-                try:
-                    index, request = next(waiting)
-                    answers.put((index, await self._complete(*self._complete_request(*request))))
-                except StopIteration:
-                    return
-                except Exception as error:
-                    failures.append(error)
-
-        async def all_work() -> None:
-            try:
-                async with asyncio.TaskGroup() as workers:
-                    for _ in range(self.concurrency):
-                        workers.create_task(work())
-            finally:
-                answers.put(failures[0] if failures else None)
-
-        future = self._submit(all_work())
+        waiting: Iterator[tuple[Prompt, Sampling] | None] = iter(requests)
+        taken = 0
+        exhausted = False
+        under_way: dict[int, Future[list[Completion]]] = {}
+        ended: SimpleQueue[int] = SimpleQueue()
+        failures: dict[int, Exception] = {}
         try:
-            while (answer := answers.get()) is not None:
-                if isinstance(answer, Exception):
-                    raise answer
-                yield answer
-            if future.cancelled():
-                raise RuntimeError(f"{self.name} was closed while a request was under way")
+            while True:
+                while not (exhausted or failures) and ended.empty() and len(under_way) < self.concurrency:
+                    try:
+                        request = next(waiting, None)
+                        if request is None:
+                            exhausted = True
+                            break
+                        under_way[taken] = self._submit(self._complete(*self._complete_request(*request)))
+                        under_way[taken].add_done_callback(lambda _, place=taken: ended.put(place))
+                        taken += 1
+                    except Exception as error:
+                        failures[taken] = error
+                if not under_way:
+                    break
+                place = ended.get()
+                try:
+                    answer = under_way.pop(place).result()
+                except CancelledError:
+                    failures[place] = RuntimeError(f"{self.name} was closed while a request was under way")
+                except Exception as error:
+                    failures[place] = error
+                else:
+                    yield place, answer
+            if failures:
+                place, error = min(failures.items(), key=itemgetter(0))
+                error.add_note(f"at request {place} (counted from 0)")
+                if isinstance(error, LanguageModelError | CapabilityError):
+                    error.index = place
+                raise error
         finally:
-            future.cancel()
+            for future in under_way.values():
+                future.cancel()
 
     def score_many(self, requests: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[Score]]:
         checked = [self._score_request(prompt, choices) for prompt, choices in requests]

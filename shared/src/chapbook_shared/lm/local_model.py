@@ -80,7 +80,7 @@ class LocalModel(BatchModel):
         self.name = name or model.config.name_or_path or type(model).__name__
         self.text = TextCodec(tokenizer, self.name)
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
-        self._stream_block = batch_size
+        self.stream_block = batch_size
         self.eos_token_ids = frozenset(_end_tokens(model, tokenizer) if eos_token_ids is None else eos_token_ids)
         self.capabilities = Capabilities(
             chat=self.text.has_template,

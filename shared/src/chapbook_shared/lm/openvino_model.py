@@ -13,7 +13,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from operator import itemgetter
@@ -95,6 +95,7 @@ class OpenVINOModel(BatchModel):
         self.name = name or folder.name
         self.precision = precision
         self.batch_size = batch_size
+        self.stream_block = None  # rows come and go one by one
         self.text = TextCodec(tokenizer, self.name)
         settings = {file: _read_json(folder / file) for file in ("generation_config.json", "config.json")}
         self.eos_token_ids = frozenset(_end_tokens(settings, tokenizer) if eos_token_ids is None else eos_token_ids)
@@ -170,7 +171,9 @@ class OpenVINOModel(BatchModel):
             answers[place] = answer
         return answers
 
-    def _complete_stream(self, requests: Iterator[CompleteRequest]) -> Iterator[tuple[int, list[Completion]]]:
+    def _complete_stream(
+        self, requests: Iterator[CompleteRequest]
+    ) -> Generator[tuple[int, list[Completion]], None, None]:
         owners: list[tuple[int, int]] = []  # of each row, the place of its request and how many rows that has
 
         def rows() -> Iterator[_Row]:
@@ -189,6 +192,8 @@ class OpenVINOModel(BatchModel):
 
     def _stream(self, rows: Iterator[_Row]) -> Iterator[tuple[int, Completion]]:
         """Each row's place and completion, when it has ended. Twice the batch is under way, so that a free place is filled at once."""
+        if self._pipeline is None:
+            raise RuntimeError(f"{self.name} is closed: load it again")
         window = 2 * self.batch_size
         under_way: dict[int, tuple[_Row, Any]] = {}
         running = self._genai.GenerationStatus.RUNNING
