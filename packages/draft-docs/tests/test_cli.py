@@ -166,6 +166,17 @@ def test_probes_batches_and_held_out_requests_by_command(tools, endpoint):
     assert shown["tools"]["area"]["example"]["arguments"] == {"side": 1}
 
 
+def test_what_tools_are_called_cannot_steer_the_terminal(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tool = {"name": "a\x1b[2J\u202eb", "description": "\ud800 half a character, and a bell\x07"}
+    Path("t.json").write_text(json.dumps([tool]), encoding="utf-8")
+    for command in ("lint", "plan"):
+        shown = run(command, "--openai", "t.json")
+        assert shown.exit_code in (0, 1), shown.output
+        assert not set("\x1b\u202e\x07") & set(shown.output)
+        assert json.loads(run(command, "--openai", "t.json", "--json").stdout)["tools"]
+
+
 def test_vectors_can_come_from_the_endpoint(tools, endpoint, monkeypatch):
     monkeypatch.setenv("OPENAI_API_KEY", "none")
     result = refine(tools, endpoint, "--embed", "endpoint:letters")

@@ -84,3 +84,38 @@ def test_calls_go_to_the_given_functions_and_nowhere_else():
 def test_what_is_no_tool_list_is_refused(text):
     with pytest.raises(ValueError, match="tool"):
         OpenAIToolsSource(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("", "no JSON"),
+        ("[" * 100_000, "nested more than 100 levels"),
+        ('{"a":' * 500 + "1" + "}" * 500, "nested more than 100 levels"),
+        ('[{"name": "a"}, {"name": "a"}]', "two tools are called 'a'"),
+        ('[{"name": ""}]', "name must be a text that is not empty"),
+        ('[{"name": "\\ud83d"}]', "name must be a text"),
+        ('[{"name": "a", "description": 5}]', "description of tool a must be a text, got 5"),
+        ('[{"name": "a", "parameters": []}]', "parameters of tool a must be a JSON Schema object"),
+        ('[{"name": "a", "parameters": {"properties": ["x"]}}]', "properties of tool a must be an object of schemas"),
+        (
+            '[{"name": "a", "parameters": {"properties": {"x": 3}}}]',
+            "properties of tool a must be an object of schemas",
+        ),
+        ('[{"name": "a", "parameters": {"required": "x"}}]', "'required' of tool a must be a list of names"),
+    ],
+    ids=lambda value: value[:30],
+)
+def test_what_is_no_file_of_tools_is_refused_in_one_line(text, said):
+    with pytest.raises(ValueError, match=said):
+        OpenAIToolsSource(text)
+
+
+def test_a_byte_order_mark_null_texts_and_true_schemas_are_kept_or_filled():
+    text = '\ufeff[{"name": "a", "description": null, "parameters": {"properties": {"x": true, "y": false}}}]'
+    source = OpenAIToolsSource(text)
+    tool = source.tools[0]
+    assert (tool.description, tool.parameter_docs) == ("", {"x": "", "y": ""})
+    assert source.rewritten({"a": tool}) == text
+    new = source.rewritten({"a": tool.with_docs("Finds.", {"x": "what", "y": "nothing"})})
+    assert new == text.replace("null", '"Finds."').replace("true", '{"description": "what"}')

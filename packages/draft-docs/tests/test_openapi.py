@@ -302,3 +302,39 @@ def test_no_argument_leads_to_another_path(server, value):
     away = YAML.replace("  /books/{id}:", "  /http://127.0.0.1:1/{id}:")
     found = asyncio.run(main(away, "getBook", {"id": 7}))
     assert json.loads(found.content.split("\n", 1)[1])["path"] == "/v1/http://127.0.0.1:1/7"
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("openapi: 3.0.0\npaths: [1]\n", "paths must be an object"),
+        ("openapi: 3.0.0\nservers: http://x\npaths: {}\n", "servers must be a list"),
+        (
+            "openapi: 3.0.0\npaths: {/a: {get: {parameters: [{in: query}]}}}\n",
+            "GET /a is not as OpenAPI has it: KeyError",
+        ),
+        ("openapi: 3.0.0\n\tpaths: {}\n", "the document is no YAML"),
+        ('{"openapi": "3.0.0"', "the document is no JSON"),
+        ('openapi: 3.0.0\npaths: !!python/object/apply:os.system ["exit"]\n', "paths must be an object"),
+        ("openapi: 3.0.0\npaths: {/a: {$ref: '#/paths/~1a'}}\n", "leads back to itself"),
+    ],
+)
+def test_what_is_no_openapi_document_is_refused_in_one_line(text, said):
+    with pytest.raises(ValueError, match=said):
+        OpenApiSource(text)
+
+
+def test_schemas_that_grow_without_bounds_and_cycles_of_aliases_are_cut_short():
+    schemas = {
+        f"S{i}": {"type": "object", "properties": {c: {"$ref": f"#/components/schemas/S{i + 1}"} for c in "ab"}}
+        for i in range(40)
+    }
+    parameter = {"name": "x", "in": "query", "schema": {"$ref": "#/components/schemas/S0"}}
+    document = {
+        "openapi": "3.1.0",
+        "paths": {"/a": {"get": {"operationId": "a", "parameters": [parameter]}, "put": None}, "/b": None},
+        "components": {"schemas": {**schemas, "S40": {"type": "string"}}},
+    }
+    tool = OpenApiSource(json.dumps(document)).tools[0]
+    assert len(json.dumps(tool.input_schema)) < 1_000_000
+    assert OpenApiSource("openapi: 3.0.0\nx: &a [1, *a]\npaths: {/a: {get: {operationId: q}}}\n").tools[0].name == "q"

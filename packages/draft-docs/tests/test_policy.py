@@ -117,3 +117,20 @@ def test_a_result_is_never_longer_than_the_limit_nor_invisible(text, limit):
     assert len(result.content) <= limit
     assert "\u200b" not in result.content
     assert result.content.encode("utf-8") is not None
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"$ref": "http://127.0.0.1:1/never.json"},
+        {"$ref": "#/nowhere"},
+        {"$ref": "#/properties/x"},
+        {"type": "objekt"},
+        {"pattern": "("},
+    ],
+)
+def test_a_schema_that_cannot_be_used_is_not_asked_and_leads_nowhere(schema):
+    runner = Runner()
+    tool = ToolSpec("look", "", {"type": "object", "properties": {"x": schema}}, READS)
+    assert asyncio.run(Guard([tool], runner, Policy()).call("look", {"x": "a"})).ok
+    assert runner.calls

@@ -38,6 +38,7 @@ def test_an_object_is_found_in_what_models_write(text):
         ('{"arguments": {}}', "query: Field required"),
         ('{"query": "  ", "arguments": {}}', "query: String should have at least 1 character"),
         ('{"query": "q", "arguments": [1]}', "arguments: "),
+        ('{"query": "q", "arguments": {"x": ' + "[" * 60 + "]" * 60 + "}}", "nested more than 50 levels"),
         ("{" * 5000, "could not be read"),
         ("[" * 100_000, "could not be read"),
     ],

@@ -23,7 +23,7 @@ from draft_docs.lint import lint as find_problems
 from draft_docs.planning import Plan
 from draft_docs.planning import plan as plan_run
 from draft_docs.policy import Policy
-from draft_docs.redact import Redactor
+from draft_docs.redact import Redactor, visible
 from draft_docs.retrieval import retrieval
 from draft_docs.sources.base import ToolSource, opened
 from draft_docs.sources.callables import CallableSource
@@ -107,7 +107,7 @@ def lint(
         _print_json({"tools": len(tools), "findings": [asdict(found) for found in findings]})
     else:
         for found in findings:
-            print(f"{found.tool}: {found.where}: {found.message} [{found.rule}]")
+            print(_safe(f"{found.tool}: {found.where}: {found.message} [{found.rule}]"))
         print(f"{len(findings)} findings in {len(tools)} tools", file=sys.stderr)
     raise typer.Exit(1 if findings else 0)
 
@@ -246,7 +246,7 @@ def refine(
 
             def told(draft: ToolDraft) -> None:
                 task.advance()
-                print(f"{draft.before.name}: {_outcome(draft)}", file=sys.stderr)
+                print(_safe(f"{draft.before.name}: {_outcome(draft)}"), file=sys.stderr)
 
             drafter = Drafter(
                 chat,
@@ -283,7 +283,7 @@ def diff(
         _print_json(_as_json(result))
         return
     for name, draft in result.items():
-        print(f"# {name}: {_outcome(draft)}")
+        print(_safe(f"# {name}: {_outcome(draft)}"))
         if draft.changed:
             print(_safe(draft.diff()))
         for entry in draft.changelog() if evidence else ():
@@ -405,6 +405,7 @@ def _one_line_errors() -> Iterator[None]:
         raise typer.Exit(130) from None
     except (
         ValueError,
+        RecursionError,
         KeyError,
         ImportError,
         OSError,
@@ -550,7 +551,7 @@ def _show_plan(made: Plan, as_json: bool) -> None:
         what = (
             f"not called: {tool.refusal}" if tool.refusal else f"up to {tool.tool_calls} calls, {tool.chat_calls} chats"
         )
-        print(f"{tool.name}: {what}")
+        print(_safe(f"{tool.name}: {what}"))
     money = "" if made.money is None else f", at a cost of {made.money:.2f}"
     print(
         f"at most {made.tool_calls} calls of tools and {made.chat_calls} chat calls ({made.chat_calls_with_repairs} if every reply "
@@ -637,12 +638,14 @@ def _text(tool: ToolSpec, with_names: bool) -> str:
 
 
 def _safe(text: str) -> str:
-    """For the terminal: no credentials, and no characters that steer it."""
-    return Redactor()(text.translate(dict.fromkeys((*range(9), *range(11, 32), 127))))
+    """For the terminal: no credentials, and no characters that steer it or cannot be seen."""
+    return Redactor()(visible(text))
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, ensure_ascii=False, default=str))
+    text = json.dumps(value, ensure_ascii=False, default=str)
+    # Half a character, as some tools' texts have it, can be printed as an escape only.
+    print(text if text.encode("utf-8", "ignore").decode("utf-8") == text else json.dumps(value, default=str))
 
 
 __all__ = ["app", "main"]

@@ -413,7 +413,9 @@ class _Session:
         kept = self.journal.get(key)
         if kept is not None and kept["prompt"] == name:
             return str(kept["reply"])
-        clean = [Message(message.role, self.guard.redact(message.text)) for message in messages]
+        # Half a character has no form that could be sent.
+        texts = (self.guard.redact(message.text).encode("utf-8", "replace").decode("utf-8") for message in messages)
+        clean = [Message(message.role, text) for message, text in zip(messages, texts, strict=True)]
         try:
             reply = await self._paid(clean, schema)
         except (LanguageModelError, ValueError) as error:  # ValueError: the model cannot take the prompt

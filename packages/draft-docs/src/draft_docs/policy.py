@@ -10,6 +10,7 @@ import functools
 import json
 import os
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from typing import Any
 
 from jsonschema.exceptions import SchemaError, ValidationError
 from jsonschema.validators import validator_for
+from referencing import Registry
+from referencing.exceptions import Unresolvable
 
 from draft_docs.redact import Redactor, visible
 from draft_docs.tools import ToolResult, ToolRunner, ToolSpec
@@ -193,6 +196,8 @@ def invalid(tool: ToolSpec, arguments: Mapping[str, Any]) -> str:
     except ValidationError as error:
         where = ".".join(map(str, error.absolute_path))
         return f"{where}: {error.message}" if where else error.message
+    except (Unresolvable, RecursionError, re.error):
+        return ""  # a schema that refers to what is not there, or to itself: the tool is asked without it
     return ""
 
 
@@ -205,4 +210,5 @@ def _validator(schema_text: str) -> Any:
         kind.check_schema(schema)
     except SchemaError:
         return None
-    return kind(schema)
+    # An empty registry: a reference to an address is not followed.
+    return kind(schema, registry=Registry())

@@ -10,10 +10,12 @@ import functools
 import json
 import re
 from collections.abc import Iterator
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import json_repair
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, ValidationError, field_validator
+
+_DEEPEST = 50
 
 
 class Reply(BaseModel):
@@ -22,17 +24,31 @@ class Reply(BaseModel):
     model_config = ConfigDict(extra="ignore", str_strip_whitespace=True)
 
 
+def _shallow(arguments: dict[str, Any]) -> dict[str, Any]:
+    levels, layer = 0, list(arguments.values())
+    while layer:
+        levels += 1
+        if levels > _DEEPEST:
+            raise ValueError(f"nested more than {_DEEPEST} levels deep")
+        inner = [item for item in layer if isinstance(item, dict | list)]
+        layer = [part for item in inner for part in (item.values() if isinstance(item, dict) else item)]
+    return arguments
+
+
+Arguments = Annotated[dict[str, Any], AfterValidator(_shallow)]
+
+
 class Exploration(Reply):
     """The Explorer's answer: one request that a user could make, and the arguments that serve it."""
 
     query: str = Field(min_length=1)
-    arguments: dict[str, Any] = Field(default_factory=dict)
+    arguments: Arguments = Field(default_factory=dict)
 
 
 class Call(Reply):
     """The answer to one request: the arguments of the call that serves it."""
 
-    arguments: dict[str, Any]
+    arguments: Arguments
 
 
 class Analysis(Reply):
@@ -92,6 +108,8 @@ def parse_reply(text: str, kind: type[R]) -> R:
     for candidate in _objects(text):
         try:
             return kind.model_validate(candidate)
+        except RecursionError:
+            problem = "it is nested too deeply"
         except ValidationError as error:
             first = error.errors()[0]
             problem = f"{'.'.join(map(str, first['loc'])) or 'the object'}: {first['msg']}"

@@ -36,6 +36,20 @@ class ToolSpec:
     hints: Hints = Hints()
     source: str = ""
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.name, str) or not self.name or not _is_unicode(self.name):
+            raise ValueError(f"a tool's name must be a text that is not empty, got {self.name!r}")
+        if not isinstance(self.description, str):
+            raise ValueError(f"the description of tool {self.name} must be a text, got {self.description!r}")
+        schema = self.input_schema
+        if not isinstance(schema, Mapping):
+            raise ValueError(f"the parameters of tool {self.name} must be a JSON Schema object, got {schema!r}")
+        properties, required = schema.get("properties", {}), schema.get("required", ())
+        if not isinstance(properties, Mapping) or not all(isinstance(p, Mapping | bool) for p in properties.values()):
+            raise ValueError(f"the properties of tool {self.name} must be an object of schemas, got {properties!r}")
+        if isinstance(required, str) or not all(isinstance(name, str) for name in required):
+            raise ValueError(f"'required' of tool {self.name} must be a list of names, got {required!r}")
+
     @property
     def parameters(self) -> dict[str, JsonSchema]:
         """Each parameter with its schema, in order."""
@@ -48,7 +62,8 @@ class ToolSpec:
     @property
     def parameter_docs(self) -> dict[str, str]:
         """The description of each parameter, empty where there is none."""
-        return {name: str(schema.get("description", "")) for name, schema in self.parameters.items()}
+        schemas = {name: schema for name, schema in self.parameters.items() if isinstance(schema, Mapping)}
+        return {name: str(schemas.get(name, {}).get("description", "")) for name in self.parameters}
 
     @property
     def is_repeatable(self) -> bool:
@@ -66,7 +81,9 @@ class ToolSpec:
                 raise KeyError(
                     f"tool {self.name} has no parameter {name!r}, only {', '.join(self.parameters) or 'none'}"
                 )
-            if text:
+            if text and schema["properties"][name] is True:  # "anything", without room for words
+                schema["properties"][name] = {"description": text}
+            elif text and schema["properties"][name] is not False:
                 schema["properties"][name]["description"] = text
         return replace(self, description=description, input_schema=schema)
 
@@ -75,6 +92,10 @@ class ToolSpec:
         """Changes when anything that a model or a call depends on changes."""
         said = [self.name, self.description, self.input_schema, self.hints.__dict__]
         return hashlib.sha256(json.dumps(said, sort_keys=True, default=str).encode()).hexdigest()[:16]
+
+
+def _is_unicode(text: str) -> bool:
+    return text.encode("utf-8", "ignore").decode("utf-8") == text
 
 
 @dataclass(frozen=True)

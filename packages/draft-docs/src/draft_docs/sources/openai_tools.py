@@ -13,6 +13,7 @@ from draft_docs.tools import Hints, ToolResult, ToolSpec
 
 Dispatch = Mapping[str, Callable[..., Any]]
 Path = tuple[str | int, ...]
+_DEEPEST = 100
 
 
 class OpenAIToolsSource:
@@ -22,8 +23,9 @@ class OpenAIToolsSource:
     """
 
     def __init__(self, text: str, *, dispatch: Dispatch | None = None, read_only: bool = False, source: str = ""):
-        self.text = text
-        self.document = json.loads(text)
+        self._mark = text[: len(text) - len(text.removeprefix("\ufeff"))]  # some editors begin a file with it
+        self.text = text.removeprefix("\ufeff")
+        self.document = read_json(self.text)
         self._places: dict[str, Path] = {}
         self.tools: list[ToolSpec] = []
         for place, function in _functions(self.document):
@@ -31,9 +33,11 @@ class OpenAIToolsSource:
             if name in self._places:
                 raise ValueError(f"two tools are called {name!r}: names must differ within a file")
             self._places[name] = place
-            schema = function.get("parameters") or {"type": "object", "properties": {}}
+            schema = function.get("parameters")
+            schema = {"type": "object", "properties": {}} if schema is None else schema
             hints = Hints(read_only=True if read_only else None)
-            self.tools.append(ToolSpec(name, function.get("description", ""), schema, hints, source))
+            words = function.get("description")
+            self.tools.append(ToolSpec(name, "" if words is None else words, schema, hints, source))
         from draft_docs.sources.callables import CallableSource
 
         self._functions = CallableSource(())
@@ -57,10 +61,33 @@ class OpenAIToolsSource:
             for name, words in new.parameter_docs.items():
                 if words != tool.parameter_docs[name]:
                     texts[*place, "parameters", "properties", name, "description"] = words
-        return replace_strings(self.text, texts)
+        return self._mark + replace_strings(self.text, texts)
 
     async def aclose(self) -> None:
         return
+
+
+def read_json(text: str) -> Any:
+    """A JSON text as Python values. Raises ValueError for what is none, and for nesting that nothing after this could follow."""
+    try:
+        value = json.loads(text)
+        if depth(value) > _DEEPEST:
+            raise RecursionError
+    except RecursionError:
+        raise ValueError(f"the document is nested more than {_DEEPEST} levels deep") from None
+    except ValueError as error:
+        raise ValueError(f"the document is no JSON: {error}") from None
+    return value
+
+
+def depth(value: Any) -> int:
+    """How deep lists and objects lie in each other."""
+    levels, layer = 0, [value]
+    while layer:
+        inner = [item for item in layer if isinstance(item, dict | list)]
+        levels += bool(inner)
+        layer = [part for item in inner for part in (item.values() if isinstance(item, dict) else item)]
+    return levels
 
 
 def replace_strings(text: str, changes: Mapping[Path, str]) -> str:
@@ -77,7 +104,11 @@ def replace_strings(text: str, changes: Mapping[Path, str]) -> str:
             continue
         if path[:-1] not in spans:
             raise KeyError(f"the document has nothing at {'/'.join(map(str, path[:-1]))}")
-        edits.append(_insertion(text, spans[path[:-1]], str(path[-1]), value))
+        start, end = spans[path[:-1]]
+        if text[start:end] == "true":  # a schema for anything, without room for words
+            edits.append((start, end, f"{{{json.dumps(path[-1])}: {value}}}"))
+        else:
+            edits.append(_insertion(text, (start, end), str(path[-1]), value))
     for start, end, value in sorted(edits, reverse=True):
         text = text[:start] + value + text[end:]
     return text

@@ -17,7 +17,7 @@ from urllib.parse import quote
 
 from chapbook_shared.validate import import_extra
 from draft_docs.sources.base import shown
-from draft_docs.sources.openai_tools import Path, replace_strings
+from draft_docs.sources.openai_tools import Path, read_json, replace_strings
 from draft_docs.tools import ErrorKind, Hints, ToolResult, ToolSpec
 
 if TYPE_CHECKING:
@@ -28,6 +28,7 @@ _METHODS = (*_SAFE, "put", "post", "delete", "patch", "trace")
 _IDEMPOTENT = (*_SAFE, "put", "delete", "trace")
 _BODY = "body"
 _PLAIN_HEADERS = ("accept", "accept-encoding", "accept-language", "content-type", "user-agent")
+_MAX_GROWTH = 2000  # parts of one schema
 _MAX_READ = 1_000_000  # bytes of a response that are read at all
 
 
@@ -73,20 +74,31 @@ class OpenApiSource:
     ):
         self.text = text
         self._is_json = text.lstrip().startswith("{")
-        self.document: dict[str, Any] = json.loads(text) if self._is_json else _plain(_read_yaml(text))
+        self.document: dict[str, Any] = read_json(text) if self._is_json else _plain(_read_yaml(text))
         if "swagger" in self.document:
             raise ValueError(f"the document is Swagger {self.document['swagger']}: convert it to OpenAPI 3 first")
         if not str(self.document.get("openapi", "")).startswith("3."):
             raise ValueError("the document is not OpenAPI 3: it has no 'openapi: 3.x' line")
-        servers = [str(server.get("url", "")) for server in self.document.get("servers", [])]
+        for key, kind in (("servers", list), ("paths", dict)):
+            if not isinstance(self.document.get(key) or kind(), kind):
+                raise ValueError(f"{key} must be {'a list' if kind is list else 'an object'} in an OpenAPI document")
+        entries = self.document.get("servers") or []
+        servers = [str(server.get("url", "")) for server in entries if isinstance(server, dict)]
         self.base_url = base_url or next((url for url in servers if url.startswith(("http://", "https://"))), None)
         self._headers, self._client = dict(headers or {}), client
         self._owns_client = client is None
         self._operations: dict[str, _Operation] = {}
         self.tools: list[ToolSpec] = []
         for operation, item in self._each_operation():
-            tool = self._tool(operation, item, source)
-            self.tools.append(tool)
+            try:
+                self.tools.append(self._tool(operation, item, source))
+            except (
+                AttributeError,
+                KeyError,
+                TypeError,
+            ) as error:  # lists for objects, parameters without a name, and the like
+                method, path, _ = operation
+                raise ValueError(f"{method.upper()} {path} is not as OpenAPI has it: {error!r}") from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
         if self.base_url is None:
@@ -143,6 +155,8 @@ class OpenApiSource:
 
     def _each_operation(self) -> Iterator[tuple[tuple[str, str, Path], dict[str, Any]]]:
         for path, item in (self.document.get("paths") or {}).items():
+            if item is None:
+                continue
             item, place = self._follow(item, ("paths", path))
             for method in _METHODS:
                 if isinstance(item.get(method), dict):
@@ -168,6 +182,7 @@ class OpenApiSource:
         for (location, wire_name), (parameter, at_parameter) in listed.items():
             key = wire_name if wire_name not in arguments else f"{location}_{wire_name}"
             schema = self._expand(parameter.get("schema") or _first_schema(parameter) or {})
+            schema = {} if schema is True else schema
             if parameter.get("description"):
                 schema["description"] = parameter["description"]
             properties[key] = schema
@@ -204,7 +219,8 @@ class OpenApiSource:
                 key = member if member not in arguments else f"{_BODY}_{member}"
                 inner_place = (*at, "content", media_type, "schema", "properties", member)
                 properties[key] = inner
-                arguments[key] = _Argument(_BODY, member, None if is_shared else inner_place)
+                is_fixed = is_shared or not isinstance(inner, dict)  # `true` has no room for words
+                arguments[key] = _Argument(_BODY, member, None if is_fixed else inner_place)
                 if body.get("required", False) and member in schema.get("required", ()):
                     required.append(key)
             return media_type
@@ -288,20 +304,26 @@ class OpenApiSource:
                 raise ValueError(f"the reference {reference} leads nowhere")
         return value
 
-    def _expand(self, schema: Any, inside: tuple[str, ...] = ()) -> Any:
-        """A schema with its references put in. One that refers to itself keeps an object with the reference's name."""
+    def _expand(self, schema: Any) -> Any:
+        """A schema with its references put in. One that refers to itself keeps an object with the reference's name, and so do
+        those of a schema that grows beyond all bounds."""
+        self._grown = 0
+        return self._expanded(schema, ())
+
+    def _expanded(self, schema: Any, inside: tuple[str, ...]) -> Any:
+        self._grown += 1
         if isinstance(schema, list):
-            return [self._expand(item, inside) for item in schema]
+            return [self._expanded(item, inside) for item in schema]
         if not isinstance(schema, dict):
             return schema
         if "$ref" in schema:
             reference = str(schema["$ref"])
-            if reference in inside:
+            if reference in inside or self._grown > _MAX_GROWTH:
                 return {"description": f"the same as {reference.rpartition('/')[2]} above"}
             target = self._at(_pointer(reference), reference)
-            beside = {key: self._expand(value, inside) for key, value in schema.items() if key != "$ref"}
-            return {**self._expand(target, (*inside, reference)), **beside}
-        return {key: self._expand(value, inside) for key, value in schema.items()}
+            beside = {key: self._expanded(value, inside) for key, value in schema.items() if key != "$ref"}
+            return {**self._expanded(target, (*inside, reference)), **beside}
+        return {key: self._expanded(value, inside) for key, value in schema.items()}
 
 
 def _pointer(reference: str) -> Path:
@@ -346,7 +368,11 @@ def _yaml() -> Any:
 
 
 def _read_yaml(text: str) -> Any:
-    document = _yaml().load(text)
+    ruamel = import_extra("ruamel.yaml", "draft-docs[openapi]")
+    try:
+        document = _yaml().load(text)
+    except (ruamel.error.YAMLError, RecursionError) as error:
+        raise ValueError(f"the document is no YAML: {' '.join(str(error).split()) or 'nested too deeply'}") from None
     if not isinstance(document, dict):
         raise ValueError("the document is no OpenAPI document: it must be an object")
     return document
@@ -418,12 +444,24 @@ def _child(node: Any, key: str | int) -> Any:
     return None
 
 
-def _plain(value: Any) -> Any:
-    """Round-trip nodes as plain dicts, lists and scalars; status codes and other keys become strings, as in JSON."""
+def _plain(value: Any, known: dict[int, Any] | None = None) -> Any:
+    """Round-trip nodes as plain dicts, lists and scalars; status codes and other keys become strings, as in JSON.
+
+    What an alias repeats is one object, so that neither a cycle nor a tower of aliases takes for ever.
+    """
+    known = {} if known is None else known
+    if id(value) in known:
+        return known[id(value)]
     if isinstance(value, Mapping):
-        return {str(key): _plain(inner) for key, inner in value.items()}
+        made: dict[str, Any] = {}
+        known[id(value)] = made
+        made.update((str(key), _plain(inner, known)) for key, inner in value.items())
+        return made
     if isinstance(value, list):
-        return [_plain(item) for item in value]
+        items: list[Any] = []
+        known[id(value)] = items
+        items.extend(_plain(item, known) for item in value)
+        return items
     if isinstance(value, bool) or value is None:
         return value
     for kind in (int, float, str):
