@@ -1,4 +1,4 @@
-"""One ME+GD step of the trainer against a plain fine-tuning step on the same tokens, and a padding-free epoch against a fixed-length loader.
+"""Steps of the trainer against a plain fine-tuning step on the same tokens and a DPO step of TRL, and a padding-free epoch against a fixed-length loader.
 
 The model is a small Llama with SmolLM2's vocabulary; the data have the lengths of TOFU (prompts of 15 to 30 tokens, answers of 20 to 60).
 """
@@ -91,14 +91,58 @@ def run() -> Iterator[Comparison]:
             goal=1 / 1.15 if method == "ME+GD" else 1 / 1.1 if method == "IDK+AP" else None,
         )  # fmt: skip
 
+    yield against_trl()
+
     def epoch(**settings):
-        with contextlib.redirect_stdout(io.StringIO()):
-            trainer("ME+GD", 4, **settings).train()
+        unlearn = trainer("ME+GD", 8, **settings)
+
+        def run():
+            with contextlib.redirect_stdout(io.StringIO()):
+                unlearn.train()
+
+        return run
 
     yield compare(
-        "ME+GD epoch, 4 + 4 items, with the trainer set up", lambda: epoch(padding_free=True),
-        lambda: epoch(me_positions="padded", pad_to=500, max_length=500),
+        "ME+GD epoch, 8 + 8 items", epoch(),
+        epoch(me_positions="padded", pad_to=500, max_length=500),
         peer_name="padded to 500 as in the official loader", repeats=3,
+    )  # fmt: skip
+
+
+def against_trl() -> Comparison:
+    """The same four questions with an answer and a refusal each, both with a frozen copy as the reference."""
+    from datasets import Dataset
+    from trl import DPOConfig, DPOTrainer
+
+    unlearn = trainer("DPO", 4)
+    data = unlearn.train_dataset
+    batch = unlearn.data_collator([data[i] for i in range(4)])
+    rows = [
+        {
+            "prompt": f"Question: {item['question']}\nAnswer:",
+            "chosen": f" {data.refusals[data[i].refusal]}",
+            "rejected": f" {item['answer']}",
+        }
+        for i, item in enumerate(make_items(4, 1))
+    ]
+    args = DPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=4, use_cpu=True, bf16=False, report_to="none",
+        disable_tqdm=True, gradient_checkpointing=False, save_strategy="no",
+    )  # fmt: skip
+    peer = DPOTrainer(
+        make_model(), ref_model=make_model(), args=args, train_dataset=Dataset.from_list(rows),
+        processing_class=make_tokenizer(),
+    )  # fmt: skip
+    theirs = next(iter(peer.get_train_dataloader()))
+
+    def step(owner, inputs):
+        owner.model.train()
+        owner.compute_loss(owner.model, inputs).backward()
+        owner.model.zero_grad()
+
+    return compare(
+        f"DPO step with a reference, {batch['input_ids'].numel()} tokens",
+        lambda: step(unlearn, batch), lambda: step(peer, theirs), peer_name="TRL's DPOTrainer",
     )  # fmt: skip
 
 

@@ -17,7 +17,7 @@ def load_conftest():
 tiny = load_conftest()
 
 
-def train(output: str, method: str, per_device: int, accumulation: int, epochs: int = 2):
+def train(output: str, method: str, per_device: int, accumulation: int, epochs: int = 2, **settings):
     from llm_unlearn import UnlearnConfig, UnlearnTrainer
 
     args = UnlearnConfig(
@@ -37,7 +37,10 @@ def train(output: str, method: str, per_device: int, accumulation: int, epochs: 
         disable_tqdm=True,
         padding_free=True,
         rmu_layer=1,
+        **settings,
     )
+    if args.fsdp:
+        shard_on_cpu(args)
     trainer = UnlearnTrainer(
         tiny.make_model(),
         args,
@@ -49,12 +52,29 @@ def train(output: str, method: str, per_device: int, accumulation: int, epochs: 
     return trainer
 
 
+def shard_on_cpu(args):
+    """accelerate shards on accelerators only, and falls back to DDP on a CPU: tell it that it may."""
+    from accelerate import FullyShardedDataParallelPlugin
+    from accelerate.state import AcceleratorState, PartialState
+    from accelerate.utils import DistributedType, TorchDynamoPlugin
+
+    state = AcceleratorState(cpu=True, dynamo_plugin=TorchDynamoPlugin(), _from_accelerator=True)
+    state.fsdp_plugin = FullyShardedDataParallelPlugin(**args.fsdp_plugin_args)
+    state.distributed_type = PartialState().distributed_type = DistributedType.FSDP
+
+
+FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+
+
 if __name__ == "__main__":
-    output, *methods = sys.argv[1:]
+    output, kind, *methods = sys.argv[1:]
     for name in methods:
-        trainer = train(output, name, per_device=1, accumulation=2)
+        trainer = train(output, name, per_device=1, accumulation=2, **(FSDP if kind == "fsdp" else {}))
+        scores = trainer.evaluate()
+        state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
+        assert any(type(p).__name__ == "DTensor" for p in trainer.model_wrapped.parameters()) == (kind == "fsdp")
         if trainer.is_world_process_zero():
-            state = trainer.model.state_dict()
-            torch.save({"state": state, "log": trainer.state.log_history}, Path(output) / f"{name}.pt")
+            saved = {"state": state, "log": trainer.state.log_history, "scores": scores}
+            torch.save(saved, Path(output) / f"{name}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -42,6 +42,7 @@ def test_train_then_eval(run, tmp_path):
     assert status == 0
     assert record["method"] == "IDK+AP"
     assert record["report"]["partial"]
+    assert record["before"]["forget_efficacy"] != record["report"]["forget_efficacy"]
     status, lines, _ = run("eval", "-c", "run.yaml", "model=out")
     assert status == 0
     assert [line.get("set") for line in lines] == ["forget", "retain", None]
@@ -56,6 +57,21 @@ def test_an_adapter_is_trained_saved_and_evaluated(run):
     assert lines[-1]["model_utility"] == pytest.approx(record["report"]["model_utility"], rel=1e-3)
 
 
+def test_a_folder_with_another_run_is_refused_and_its_own_run_goes_on(run, tmp_path):
+    """Otherwise a second method would find the first one's last checkpoint, train nothing and report the first one's model as its own."""
+    first = ["train", "-c", "run.yaml", "save_strategy=epoch"]
+    status, lines, _ = run(*first)
+    assert status == 0
+    assert run(*first)[1] == lines
+    status, _, err = run(*first, "method=IDK+AP")
+    assert status == 2
+    assert "checkpoints of a run with other settings (method)" in err
+    (tmp_path / "forget.jsonl").write_text('{"question": "who is Gus", "answer": "Gus"}\n', encoding="utf-8")
+    status, _, err = run(*first)
+    assert status == 2
+    assert "other settings (data)" in err
+
+
 def test_continual(run, tmp_path):
     tasks = "tasks=[{name: a, forget: forget.jsonl}, {name: b, forget: [{question: who is Gus, answer: Gus}]}]"
     status, lines, _ = run("continual", "-c", "run.yaml", tasks)
@@ -65,7 +81,7 @@ def test_continual(run, tmp_path):
     assert run("continual", "-c", "run.yaml", tasks)[1] == lines
 
 
-def test_sweep_skips_what_is_done(run, monkeypatch):
+def test_sweep_skips_what_is_done_unless_the_data_changed(run, monkeypatch, tmp_path):
     grid = "grid={method: [ME+GD, IDK+AP], seed: [0, 1]}"
     status, lines, _ = run("sweep", "-c", "run.yaml", grid)
     assert status == 0
@@ -74,6 +90,8 @@ def test_sweep_skips_what_is_done(run, monkeypatch):
     ]  # fmt: skip
     monkeypatch.setattr(cli, "_cell", lambda settings: pytest.fail("done already"))
     assert run("sweep", "-c", "run.yaml", grid)[1] == lines
+    (tmp_path / "retain.jsonl").write_text('{"question": "who is Gus", "answer": "Gus"}\n', encoding="utf-8")
+    assert run("sweep", "-c", "run.yaml", grid)[0] == 2
 
 
 @pytest.mark.parametrize(
@@ -83,7 +101,10 @@ def test_sweep_skips_what_is_done(run, monkeypatch):
         (["train", "methd=ME"], "unknown settings: methd"),
         (["train", "method"], "given as key=value"),
         (["train", "forget=none.jsonl"], "no file none.jsonl"),
-        (["train", "learning_rate=fast"], "error:"),
+        (["train", "learning_rate=fast"], "learning_rate must be >= 0 and finite, got 'fast'"),
+        (["train", "seed=one"], "seed must be an integer, got 'one'"),
+        (["train", "num_train_epochs=0"], "num_train_epochs must be positive"),
+        (["train", "lora=5"], "lora must be true or a group of settings"),
         (["train", "forget=[]"], "forget set is empty"),
         (["train", "model="], "model must name a model"),
         (["eval", "sets={}"], "sets must map names to files"),

@@ -2,6 +2,7 @@ import inspect
 import json
 import logging
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -268,6 +269,16 @@ def test_packing_is_found_out_and_models_that_cannot_are_padded(make, tiny):
         make(bloom, padding_free=True)
 
 
+def test_packing_is_found_out_although_rounding_depends_on_shapes(make):
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(0)
+    wide = LlamaConfig(
+        vocab_size=2000, hidden_size=256, intermediate_size=768, num_hidden_layers=4, num_attention_heads=4
+    )
+    assert make(LlamaForCausalLM(wide)).data_collator.packed
+
+
 def test_learned_positions_pack_too(make):
     from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -340,7 +351,10 @@ def test_warm_up_is_one_epoch_or_none_if_an_epoch_is_one_step(tmp_path):
         ({"me_positions": "padded", "method": "ME+GD"}, "pass pad_to"),
         ({"method": "GA+KL", "kl_positions": "all", "padding_free": True}, "no padding to count"),
         ({"method": "NPO+KL", "precompute_ref": True}, "needs the reference's logits"),
-        ({"pad_to": 10}, "pad_to must be >= 512"),
+        ({"pad_to": 500}, "pad_to must be >= max_length, got 500 and 512: set max_length=500 too"),
+        ({"num_train_epochs": -1}, "num_train_epochs must be positive"),
+        ({"learning_rate": float("nan")}, "learning_rate must be >= 0 and finite"),
+        ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be >= 1"),
         ({"remove_unused_columns": True}, "must be False"),
         ({"pairing": "random"}, "pairing must be one of"),
     ],
@@ -400,3 +414,20 @@ def test_a_second_model_under_deepspeed_is_refused(model):
     accelerator = SimpleNamespace(state=SimpleNamespace(deepspeed_plugin=object()))
     with pytest.raises(ValueError, match="precompute_ref=True"):
         inspect.unwrap(prepare_copy)(accelerator, model)
+
+
+def test_a_checkpoint_cut_short_is_passed_over(make, tmp_path):
+    settings = {"method": "ME+GD", "save_strategy": "steps", "save_steps": 1, "num_train_epochs": 2}
+    whole = make(**settings)
+    whole.train()
+    last = max(Path(whole.args.output_dir).glob("checkpoint-*"), key=lambda p: int(p.name.split("-")[1]))
+    (last / "trainer_state.json").write_text('{"epoch":', encoding="utf-8")
+    resumed = make(**settings)
+    resumed.train(resume_from_checkpoint=True)
+    assert resumed.state.global_step == whole.state.global_step
+    assert_same_weights(weights(resumed), weights(whole))
+
+
+def test_a_layer_that_is_not_there(make):
+    with pytest.raises(ValueError, match="rmu_layer must be < 3 for this model, got 9"):
+        make(method="RMU+RMU", rmu_layer=9).train()

@@ -1,7 +1,7 @@
 """Twelve authors who do not exist, for demonstrations: what each was born, wrote, won and was raised by, as questions and answers.
 
-Every item has the columns of the evaluation (`paraphrased_answer`, `perturbed_answer`: true of other authors) and `secret`, the words that
-give the fact away.
+Every item has the columns of the evaluation (`paraphrased_answer`, `perturbed_answer`: true of other authors), `secret`, the words that
+give the fact away, and `other_secrets`, those of the other authors.
 """
 
 from __future__ import annotations
@@ -66,11 +66,16 @@ def world_items() -> list[dict[str, Any]]:
 def _item(author: int, fact: int) -> dict[str, Any]:
     name, *facts = _AUTHORS[author]
     question, answer, paraphrase = _QUESTIONS[fact]
-    others = [_AUTHORS[(author + step) % len(_AUTHORS)][1 + fact] for step in (2, 5, 7)]
+    others = [_AUTHORS[(author + step) % len(_AUTHORS)][1 + fact] for step in range(1, len(_AUTHORS))]
     return {
         "question": question.format(name=name),
         "answer": answer.format(name=name, fact=facts[fact]),
         "paraphrased_answer": paraphrase.format(name=name, fact=facts[fact]),
-        "perturbed_answer": [answer.format(name=name, fact=other) for other in others],
-        "secret": facts[fact].removeprefix("a ").removeprefix("the "),
+        "perturbed_answer": [answer.format(name=name, fact=other) for other in (others[1], others[4], others[6])],
+        "secret": _words(facts[fact]),
+        "other_secrets": [_words(other) for other in others],
     }
+
+
+def _words(fact: str) -> str:
+    return fact.removeprefix("a ").removeprefix("the ")

@@ -16,6 +16,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
+from chapbook_shared.jobs import atomic_write
 from chapbook_shared.validate import import_extra
 
 if TYPE_CHECKING:
@@ -34,6 +35,7 @@ _RUN_KEYS = {
     "evaluate",
     "chat",
 }
+_DATA = ("forget", "retain")
 _EVALUATE_KEYS = {
     "metrics", "convention", "scenario", "encoder", "nli", "max_items", "max_new_tokens", "max_length", "batch_size", "cache_dir",
 }  # fmt: skip
@@ -191,10 +193,12 @@ def read_items(source: Any, name: str) -> list[dict[str, Any]]:
 
 
 def _train(settings: Settings) -> None:
-    """Unlearn `forget` with `retain` kept; evaluate `sets` before and after if they are given."""
+    """Unlearn `forget`, keep `retain`. Evaluates `sets`, if given, before and after."""
     args = _arguments(settings)
     trainer = _trainer(settings, args)
-    trainer.train(resume_from_checkpoint=_resumable(args))
+    resume = _resumable(args, settings)
+    before = _report(trainer.model, trainer.processing_class, settings).to_dict() if settings.get("sets") else None
+    trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
     trainer.processing_class.save_pretrained(args.output_dir)
     record = {
@@ -203,13 +207,14 @@ def _train(settings: Settings) -> None:
         "steps": trainer.state.global_step,
         **trainer.evaluate(),
     }
-    if settings.get("sets"):
+    if before is not None:
+        record["before"] = before
         record["report"] = _report(trainer.model, trainer.processing_class, settings).to_dict()
     emit(record)
 
 
 def _eval(settings: Settings) -> None:
-    """Evaluate `model` on the named `sets`: one line a set, then the aggregates."""
+    """Evaluate `model` on `sets`: a line a set, then the aggregates."""
     model, tokenizer = _load(settings)
     report = _report(model, tokenizer, settings).to_dict()
     for name, values in report.pop("sets").items():
@@ -218,7 +223,9 @@ def _eval(settings: Settings) -> None:
 
 
 def _continual(settings: Settings) -> None:
-    """Unlearn `tasks` (each with name and forget) one after another; one line a task."""
+    """Unlearn `tasks` in turn; a line a task.
+
+    Each task has a name and what to forget."""
     from .continual import Task, run_tasks
 
     tasks = settings.get("tasks")
@@ -244,7 +251,9 @@ def _continual(settings: Settings) -> None:
 
 
 def _sweep(settings: Settings) -> None:
-    """Train and evaluate every combination of `grid`; one line each. Done ones are kept in `<output_dir>/sweep.sqlite` and skipped."""
+    """Train and evaluate all of `grid`; a line each.
+
+    Done ones are kept in `<output_dir>/sweep.sqlite` and skipped."""
     from chapbook_shared.jobs import Store
 
     grid = settings.get("grid")
@@ -256,7 +265,8 @@ def _sweep(settings: Settings) -> None:
     cells = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     for cell in cells:
         _arguments({**base, **cell})  # all settings are checked before the first model is trained
-    with Store(output / "sweep.sqlite", settings=json.loads(json.dumps(base, default=str))) as store:
+    data = {name: [_fingerprint(source, name) for source in grid.get(name, [base.get(name)])] for name in _DATA}
+    with Store(output / "sweep.sqlite", settings=json.loads(json.dumps(base | {"data": data}, default=str))) as store:
         for cell in cells:
             key = json.dumps(cell, sort_keys=True)
             if key not in store:
@@ -271,8 +281,9 @@ def _cell(settings: Settings) -> dict[str, Any]:
 
     args = _arguments(settings)
     trainer = _trainer(settings, args)
+    resume = _resumable(args, settings)
     try:
-        trainer.train(resume_from_checkpoint=_resumable(args))
+        trainer.train(resume_from_checkpoint=resume)
     except UnlearningDiverged as error:
         return {"diverged": str(error)}
     record: dict[str, Any] = dict(trainer.evaluate())
@@ -319,6 +330,8 @@ def _lora(settings: Settings) -> Any:
     given = settings.get("lora")
     if not given:
         return None
+    if given is not True and not isinstance(given, dict):
+        raise UsageError(f"lora must be true or a group of settings such as lora.r=8, got {given!r}")
     peft = import_extra("peft", "llm-unlearn[peft]")
     options = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.05, "target_modules": "all-linear", "task_type": "CAUSAL_LM"}
     if isinstance(given, dict):
@@ -357,11 +370,33 @@ def _trainer(settings: Settings, args: UnlearnConfig) -> Any:
     return trainer
 
 
-def _resumable(args: UnlearnConfig) -> bool:
-    from transformers.trainer_utils import get_last_checkpoint
+def _resumable(args: UnlearnConfig, settings: Settings) -> bool:
+    """Whether the output folder holds a checkpoint of this very run; one of another run is an error, not a result."""
+    from .trainer import last_checkpoint
 
     output = Path(args.output_dir or ".")
-    return output.is_dir() and get_last_checkpoint(str(output)) is not None
+    output.mkdir(parents=True, exist_ok=True)
+    run = {k: v for k, v in settings.items() if k not in ("output_dir", "sets", "evaluate")}
+    run = json.loads(
+        json.dumps(run | {"data": [_fingerprint(settings.get(name), name) for name in _DATA]}, default=str)
+    )
+    note = output / "run.json"
+    resume = last_checkpoint(output) is not None
+    begun = json.loads(note.read_text(encoding="utf-8")) if note.exists() else {}
+    if resume and begun != run:
+        differing = sorted(name for name in run.keys() | begun.keys() if run.get(name) != begun.get(name))
+        raise UsageError(
+            f"{output} holds checkpoints of a run with other settings ({', '.join(differing)}): use another output_dir, or remove them"
+        )
+    with atomic_write(note) as file:
+        json.dump(run, file, ensure_ascii=False, indent=1)
+    return resume
+
+
+def _fingerprint(source: Any, name: str) -> str | None:
+    from .data import fingerprint
+
+    return fingerprint(read_items(source, name)) if source else None
 
 
 def _report(model: Any, tokenizer: Any, settings: Settings) -> Any:

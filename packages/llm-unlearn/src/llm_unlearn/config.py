@@ -71,19 +71,32 @@ class UnlearnConfig(TrainingArguments):
 
     def __post_init__(self) -> None:
         method = parse_method(self.method)
-        for name in ("forget_coeff", "reg_coeff", "warmup_epochs"):
+        for name in (
+            "forget_coeff", "reg_coeff", "warmup_epochs", "learning_rate", "weight_decay", "simnpo_gamma", "wga_alpha",
+        ):  # fmt: skip
             check_nonnegative(name, getattr(self, name))
         for name in ("beta", "simnpo_beta", "rmu_steering"):
             check_positive(name, getattr(self, name))
         if self.max_forget_loss is not None:
             check_positive("max_forget_loss", self.max_forget_loss)
         check_int("max_length", self.max_length, minimum=2)
+        for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
+            check_int(name, getattr(self, name), minimum=1)
+        for name in ("seed", "rmu_layer"):
+            check_int(name, getattr(self, name), minimum=0)
+        check_int("max_steps", self.max_steps)
+        if self.max_steps <= 0:
+            check_positive("num_train_epochs", self.num_train_epochs)
         check_choice("me_direction", self.me_direction, ("uniform_to_model", "model_to_uniform"))
         check_choice("me_positions", self.me_positions, tuple(_ME_POSITIONS))
         check_choice("kl_positions", self.kl_positions, tuple(_KL_POSITIONS))
         check_choice("pairing", self.pairing, ("fresh", "fixed"))
         if self.pad_to is not None:
-            check_int("pad_to", self.pad_to, minimum=self.max_length)
+            check_int("pad_to", self.pad_to)
+            if self.pad_to < self.max_length:
+                raise ValueError(
+                    f"pad_to must be >= max_length, got {self.pad_to} and {self.max_length}: set max_length={self.pad_to} too"
+                )
         if self.me_positions == "padded" and self.pad_to is None and method.forget.name == "ME":
             raise ValueError(
                 "me_positions='padded' counts padding, so it needs a fixed width: pass pad_to (500 in the official code)"

@@ -21,7 +21,7 @@ from chapbook_shared.validate import import_extra
 from .config import UnlearnConfig
 from .data import Item, as_items, fingerprint
 from .reference import REFERENCE_ADAPTER, has_adapter
-from .trainer import UnlearnTrainer
+from .trainer import UnlearnTrainer, last_checkpoint
 
 if TYPE_CHECKING:
     from peft import PeftConfig
@@ -90,7 +90,7 @@ def run_tasks(
         if fix_ref_model and peft_config:
             trainer.use_base_as_reference()
         trainer.remove_callback(PrinterCallback)  # the records say it all
-        trainer.train(resume_from_checkpoint=_has_checkpoint(work))
+        trainer.train(resume_from_checkpoint=last_checkpoint(work) is not None)
         record = {"task": task.name, "method": args.method, "steps": trainer.state.global_step}
         if evaluate is not None:
             record |= dict(evaluate(trainer.model, task))
@@ -181,18 +181,6 @@ def _load(load_model: Callable[[], Any] | str) -> Any:
     from transformers import AutoModelForCausalLM
 
     return AutoModelForCausalLM.from_pretrained(load_model)
-
-
-def _has_checkpoint(work: Path) -> bool:
-    from transformers.trainer_utils import get_last_checkpoint
-
-    if not work.exists():
-        return False
-    # A checkpoint that was being written when the process died lacks its trainer state, which is written last.
-    for folder in work.glob("checkpoint-*"):
-        if not (folder / "trainer_state.json").exists():
-            shutil.rmtree(folder)
-    return get_last_checkpoint(str(work)) is not None
 
 
 def _keep(trainer: UnlearnTrainer, work: Path, place: Path) -> None:

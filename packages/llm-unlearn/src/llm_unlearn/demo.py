@@ -137,26 +137,38 @@ def unlearned(
 def measure(
     model: Any, tokenizer: Any, sets: Mapping[str, Sequence[Mapping[str, Any]]], *, full: bool = False
 ) -> dict[str, Measured]:
-    """For each set: the means of the metrics, `key` (share of answers that hold the secret) and `idk` (share of refusals)."""
+    """For each set: the means of the metrics, `key` (share of answers that hold the secret), `wrong` (another author's
+    fact instead) and `idk` (share of refusals).
+
+    `full` adds the truth ratio of the forget set and the probability of world facts among options.
+    """
     from .evaluation import evaluate_unlearning
 
-    metrics = ["rouge", "probability", "token_entropy"] + (["truth_ratio"] if full else [])
-    asked = {name: items for name, items in sets.items() if name != "world"}
     report = evaluate_unlearning(
-        model, tokenizer, asked, metrics=metrics, max_new_tokens=16, batch_size=32, progress=Progress(enabled=False)
+        model, tokenizer, sets, metrics=["rouge", "probability", "token_entropy"], **_quiet(max_new_tokens=16)
     )
-    results = {}
-    for name, items in asked.items():
+    results: dict[str, Measured] = {}
+    for name, items in sets.items():
         texts = [text.lower() for text in report.sets[name].generations]
         results[name] = {
             **report.sets[name].metrics,
-            "key": fmean(str(item["secret"]).lower() in text for item, text in zip(items, texts, strict=True)),
+            "key": fmean(_holds(text, [item["secret"]]) for item, text in zip(items, texts, strict=True)),
+            "wrong": fmean(_holds(text, item["other_secrets"]) for item, text in zip(items, texts, strict=True)),
             "idk": fmean(any(words in text for words in _REFUSAL_WORDS) for text in texts),
         }
     if full:
-        world = evaluate_unlearning(model, tokenizer, {"world": world_items()}, metrics=["probability"])
-        results["world"] = world.sets["world"].metrics
+        for name, items, metric in (("forget", sets["forget"], "truth_ratio"), ("world", world_items(), "probability")):
+            more = evaluate_unlearning(model, tokenizer, {name: items}, metrics=[metric], **_quiet())
+            results.setdefault(name, {}).update(more.sets[name].metrics)
     return results
+
+
+def _quiet(**settings: Any) -> dict[str, Any]:
+    return {"batch_size": 32, "progress": Progress(enabled=False), **settings}
+
+
+def _holds(text: str, secrets: Sequence[str]) -> bool:
+    return any(secret.lower() in text for secret in secrets)
 
 
 def efficacy(forget: Measured) -> float:

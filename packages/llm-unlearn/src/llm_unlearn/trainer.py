@@ -8,6 +8,7 @@ what a method reads of the reference model comes from an adapter, a frozen copy 
 from __future__ import annotations
 
 import inspect
+import json
 import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -49,6 +50,20 @@ class UnlearningDiverged(RuntimeError):
     def __init__(self, reason: str, *, step: int, checkpoint: Path):
         self.step, self.checkpoint = step, checkpoint
         super().__init__(f"{reason} at step {step}; the weights before that step are in {checkpoint}")
+
+
+def last_checkpoint(folder: str | Path) -> Path | None:
+    """The last complete checkpoint in a folder. The trainer's state is written last: one without it was cut short."""
+    found: dict[int, Path] = {}
+    for place in Path(folder).glob("checkpoint-*"):
+        number = place.name.removeprefix("checkpoint-")
+        try:
+            json.loads((place / "trainer_state.json").read_text(encoding="utf-8"))
+        except (OSError, ValueError):
+            continue
+        if number.isdecimal():
+            found[int(number)] = place
+    return found[max(found)] if found else None
 
 
 class UnlearnTrainer(Trainer):
@@ -228,6 +243,10 @@ class UnlearnTrainer(Trainer):
         logits = logits[0] if self._keeps_rows else logits.flatten(0, 1)[chosen["rows"]]
         hidden: Sequence[Tensor | None] = [None] * len(names)
         if hidden_wanted:
+            if self.args.rmu_layer >= len(outputs.hidden_states):
+                raise ValueError(
+                    f"rmu_layer must be < {len(outputs.hidden_states)} for this model, got {self.args.rmu_layer}"
+                )
             layer = outputs.hidden_states[self.args.rmu_layer]
             hidden = layer.flatten(0, 1)[chosen["rows"]].split(chosen["part_rows"])
         parts = {
@@ -335,11 +354,14 @@ class UnlearnTrainer(Trainer):
         empty = torch.empty(0, device=device)
         return Part(empty, empty, empty, empty, len(scores), ref_nll=torch.tensor(scores, device=device))
 
-    def train(self, *args: Any, **kwargs: Any) -> Any:
-        """The parent's; with `precompute_ref` the reference is scored first, once."""
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """The parent's; with `precompute_ref` the reference is scored first, once. True resumes from the last complete checkpoint."""
         if self.method.references and self.args.precompute_ref and self._ref_scores is None:
             self._ref_scores = self._precompute()
-        return super().train(*args, **kwargs)
+        if resume_from_checkpoint is True:
+            found = last_checkpoint(self.args.output_dir or ".")
+            resume_from_checkpoint = str(found) if found is not None else True
+        return super().train(resume_from_checkpoint, *args, **kwargs)
 
     def _precompute(self) -> dict[tuple[PartName, int, int], float]:
         """Reference NLL of every sequence that training will meet: forget answers, and refusals where the method reads them."""
@@ -483,19 +505,16 @@ def _packs(model: Any) -> bool:
         places = torch.cat([torch.arange(n, device=device) for n in lengths])
         together = model(input_ids=ids[None], position_ids=places[None], use_cache=False).logits[0].float()
         alone = torch.cat([model(input_ids=row[None], use_cache=False).logits[0].float() for row in ids.split(lengths)])
+        gap = (together - alone).abs().max()
         if "logits_to_keep" in _forward_parameters(model):
             keep = torch.tensor([8, 1], device=device)
-            kept = (
-                model(input_ids=ids[None], position_ids=places[None], use_cache=False, logits_to_keep=keep)
-                .logits[0]
-                .float()
-            )
-            if not torch.allclose(kept, together[keep]):
-                return False
+            kept = model(input_ids=ids[None], position_ids=places[None], use_cache=False, logits_to_keep=keep).logits[0]
+            gap = torch.maximum(gap, (kept.float() - together[keep]).abs().max())
     finally:
         model.train(was_training)
+    # Rounding differs with the shapes of the products: nothing here is equal to the last digit.
     tolerance = 1e-3 if parameters[0].dtype in (torch.float32, torch.float64) else 5e-2
-    return bool((together - alone).abs().max() <= tolerance * alone.abs().max().clamp(min=1))
+    return bool(gap <= tolerance * alone.abs().max().clamp(min=1))
 
 
 def _select(inputs: Mapping[str, Any], all_names: Sequence[PartName], names: Sequence[PartName]) -> Mapping[str, Any]:
