@@ -50,10 +50,11 @@ def run() -> Iterator[Comparison]:
     scale_tokens(
         small, feature_weights(small, few, experts), few
     )  # The library's code counts as memory once it is loaded.
-    route(adaptive=False)
+    for _ in range(2):  # The first pass also pays for buffers that stay.
+        route(adaptive=False)
     plain = peak_bytes()
     route(adaptive=True)
-    copies = (peak_bytes() - plain) / (tokens * dim * 4)
+    copies = round((peak_bytes() - plain) / (tokens * dim * 4), 2)  # Finer than the allocator is.
     yield Comparison(
         f"extra peak memory of a router's forward and backward, {tokens} tokens, d={dim}, in copies of the tokens",
         copies,
@@ -62,7 +63,12 @@ def run() -> Iterator[Comparison]:
     )
     del hidden, prev
 
-    for tokens, dim, ffn, experts in ((4096, 256, 1024, 16), (2048, 512, 2048, 16), (1024, 1024, 4096, 16)):
+    for tokens, dim, ffn, experts in (
+        (4096, 256, 1024, 16),
+        (2048, 512, 2048, 16),
+        (1024, 1024, 4096, 16),
+        (512, 2048, 4096, 16),
+    ):
         block = ACMoE(dim, ffn, experts, 2)
         hidden = torch.randn(tokens, dim, requires_grad=True)
         prev = torch.randint(0, experts, (tokens, 1))

@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jaxtyping import TypeCheckError
 
 from ac_router import causal_token_weights, feature_weights, scale_tokens, token_weights
 from ac_router.clusters import cluster_statistics
@@ -306,8 +307,6 @@ def test_a_mask_of_another_size_is_an_error():
     ],
 )
 def test_bad_options_are_errors_that_name_them(options, message):
-    from jaxtyping import TypeCheckError
-
     with pytest.raises((ValueError, TypeCheckError)) as caught:
         feature_weights(torch.randn(4, 2), torch.zeros(4, dtype=torch.long), 1, **options)
     if isinstance(caught.value, ValueError):
@@ -325,6 +324,53 @@ def test_weights_have_no_gradient_and_scaled_tokens_pass_it_scaled():
     both = torch.cat([prev, 1 - prev], dim=1)
     assert torch.autograd.gradcheck(lambda h: scale_tokens(h, w, both, gates), x)
     assert torch.autograd.gradgradcheck(lambda h: scale_tokens(h, w, prev) ** 2, x)
+
+
+def test_scaled_tokens_pass_functional_gradients():
+    x, prev = torch.randn(12, 3), (torch.arange(12) % 2)[:, None]
+    w = feature_weights(x, prev, 2)
+    torch.testing.assert_close(torch.func.grad(lambda h: scale_tokens(h, w, prev).sum())(x), w[prev[:, 0]])
+
+
+@pytest.mark.parametrize(
+    ("prev", "found"),
+    [
+        (torch.zeros(4), "a tensor of torch.float32"),
+        (torch.zeros(4) > 0, "a tensor of torch.bool"),
+        ([0, 0, 0, 0], "list"),
+    ],
+)
+def test_assignments_that_are_no_integers_are_an_error(prev, found):
+    with pytest.raises((TypeError, TypeCheckError)) as caught:
+        feature_weights(torch.randn(4, 2), prev, 1)
+    if not isinstance(caught.value, TypeCheckError):
+        assert f"prev must be a tensor of integers, the previous layer's expert indices, got {found}" in str(
+            caught.value
+        )
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int16, torch.int32])
+def test_small_integers_are_assignments_too(dtype):
+    x, prev = torch.randn(20, 2), torch.arange(20) % 4
+    assert torch.equal(feature_weights(x, prev.to(dtype), 4), feature_weights(x, prev, 4))
+
+
+def test_assignments_without_tokens_or_choices_are_errors():
+    with pytest.raises(ValueError, match=r"hidden has 4 tokens but prev has assignments for 1 .*and \(\)\)"):
+        feature_weights(torch.randn(4, 2), torch.tensor(0), 1)
+    with pytest.raises(ValueError, match=r"prev has no choice for any token \(shape \(4, 0\)\)"):
+        feature_weights(torch.randn(4, 2), torch.zeros(4, 0, dtype=torch.long), 1)
+
+
+@pytest.mark.parametrize("norm", ["feature", "global", "cluster", None])
+@pytest.mark.parametrize("dispersion", ["mad", "variance", "pairwise"])
+def test_dispersions_that_overflow_float32_give_finite_weights(dispersion, norm):
+    x = 1e38 * torch.tensor([[3.0], [-3.0], [2.0], [-2.0], [1.0], [-1.0], [3.0], [-3.0]])
+    prev = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1])
+    w = feature_weights(x, prev, 2, dispersion=dispersion, norm=norm)
+    assert torch.isfinite(w).all()
+    if dispersion == "mad" and norm == "feature":  # Deviations 2.5e38 and 2e38.
+        torch.testing.assert_close(w, torch.tensor([[8 / 9], [10 / 9]]))
 
 
 def test_strided_tokens_are_read_right():

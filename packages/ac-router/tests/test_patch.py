@@ -409,6 +409,103 @@ def test_an_adapter_on_the_gate_sees_scaled_tokens_and_gets_gradient(how):
     assert adapter.a.grad.abs().sum() > 0
 
 
+@pytest.mark.parametrize("first", ["patch", "adapter"])
+def test_low_rank_adaptation_of_the_gate_by_peft(first):
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(
+        r=2, target_modules=["q_proj"], target_parameters=["mlp.gate.weight"], init_lora_weights=False
+    )
+    ids = batch()
+    torch.manual_seed(4)
+    if first == "patch":
+        model = peft.get_peft_model(patch_model(make(), stats="batch"), config)
+    else:
+        model = patch_model(peft.get_peft_model(make(), config), stats="batch")
+    model(input_ids=ids, labels=ids, output_router_logits=True).loss.backward()
+    grads = [p.grad for name, p in model.named_parameters() if "gate.lora_A" in name]
+    assert len(grads) == 3
+    assert all(grad.abs().sum() > 0 for grad in grads)
+    adapted = model(input_ids=ids).logits
+    unpatched = unpatch_model(copy.deepcopy(model))
+    assert not torch.allclose(unpatched(input_ids=ids).logits, adapted, atol=1e-4)
+    merged = model.merge_and_unload()
+    torch.testing.assert_close(merged(ids).logits, adapted, rtol=1e-4, atol=1e-5)
+    assert sum(name.endswith("gate.ac_weights") for name, _ in merged.named_modules()) == 2
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen3"])
+def test_weights_offloaded_to_disk(family, tmp_path):
+    pytest.importorskip("accelerate")
+    plain = make(family)
+    plain.save_pretrained(tmp_path / "model")
+    places = {"model.embed_tokens": "cpu", "model.norm": "cpu", "model.rotary_emb": "cpu", "lm_head": "cpu"}
+    places |= {"model.layers.0": "cpu", "model.layers.1": "disk", "model.layers.2": "disk"}
+    model = type(plain).from_pretrained(tmp_path / "model", device_map=places, offload_folder=tmp_path / "off").eval()
+    assert gates(model)[1].weight.device.type == "meta"
+    patch_model(model)
+    patch_model(plain)
+    ids = batch(size=(4, 16))
+    with torch.no_grad(), collect_statistics():
+        torch.testing.assert_close(model(ids).logits, plain(ids).logits)
+    for name, average in statistics_state(plain).items():
+        torch.testing.assert_close(statistics_state(model)[name], average)
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+    assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
+
+
+def test_every_way_to_generate_gives_the_same_text():
+    model, draft = patch_model(make().train()), make(seed=4)
+    model(batch(size=(4, 16)))
+    model.eval()
+    ids = batch(seed=9, size=(2, 6))
+    options = {"max_new_tokens": 8, "do_sample": False, "pad_token_id": 0, "eos_token_id": None}
+    greedy = model.generate(ids, **options)
+    padded = torch.cat([torch.zeros(2, 3, dtype=torch.long), ids], dim=1)
+    mask = (padded != 0).long()
+    static = {"cache_implementation": "static", "disable_compile": True}
+    assert torch.equal(model.generate(ids, **static, **options), greedy)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **options)[:, 3:], greedy)
+    assert torch.equal(model.generate(padded, attention_mask=mask, **static, **options)[:, 3:], greedy)
+    assert torch.equal(model.generate(ids, prefill_chunk_size=2, **options), greedy)
+    assert torch.equal(model.generate(ids[:1], assistant_model=patch_model(draft), **options), greedy[:1])
+    beams = [model.generate(ids, num_beams=3, use_cache=cached, **options) for cached in (True, False)]
+    assert torch.equal(*beams)
+
+
+def test_recomputed_dense_layers_leave_nothing_behind():
+    model = make("qwen3", num_hidden_layers=4, mlp_only_layers=[0, 3]).train()
+    patch_model(model, stats="batch")
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = batch()
+    model(ids, labels=ids).loss.backward()
+    hidden = torch.randn(5, 32)
+    gate = model.model.layers[2].mlp.gate
+    assert torch.equal(gate(hidden)[0], F.linear(hidden, gate.weight))
+
+
+def test_a_trainer_trains_and_evaluates(tmp_path):
+    pytest.importorskip("accelerate")
+    model = patch_model(make(output_router_logits=True))
+    data = [{"input_ids": ids, "labels": ids} for ids in batch(size=(8, 12))]
+    arguments = transformers.TrainingArguments(
+        output_dir=tmp_path,
+        per_device_train_batch_size=2,
+        max_steps=4,
+        gradient_checkpointing=True,
+        use_cpu=True,
+        report_to=[],
+        disable_tqdm=True,
+        save_strategy="no",
+    )
+    trainer = transformers.Trainer(model=model, args=arguments, train_dataset=data, eval_dataset=data)
+    before = trainer.evaluate()["eval_loss"]
+    trainer.train()
+    assert trainer.evaluate()["eval_loss"] < before
+    # Four steps of 24 tokens, momentum 0.99, each learned once in spite of recomputation; a cluster of one token is not learned.
+    most = 24 * (1 - 0.99**4)
+    assert all(0.8 * most < m.ema_count.sum() < 1.001 * most for m in model.modules() if hasattr(m, "ema_count"))
+
+
 def test_bfloat16_model():
     model = patch_model(make().train().to(torch.bfloat16))
     ids = batch(size=(4, 16))

@@ -17,7 +17,9 @@ from ac_router import (
     diagnostics,
     feature_weights,
     load_balance_loss,
+    load_statistics,
     scale_tokens,
+    statistics_state,
 )
 
 GOLDEN = np.load(Path(__file__).parent / "data" / "router.npz")
@@ -105,7 +107,9 @@ def test_gradcheck_through_logits_and_gates(scorer):
         out = torch.func.functional_call(router, {"weight": weight, "bias": bias}, (h, prev))
         return out.logits, out.weights, out.aux_loss
 
-    assert torch.autograd.gradcheck(outputs, (hidden.requires_grad_(), *names.values()))
+    inputs = (hidden.requires_grad_(), *names.values())
+    assert torch.autograd.gradcheck(outputs, inputs)
+    assert torch.autograd.gradgradcheck(lambda *values: outputs(*values)[0].sin(), inputs)
 
 
 def test_cosine_logits_are_bounded_by_the_inverse_temperature():
@@ -343,8 +347,75 @@ def test_half_precision_tokens_are_routed_in_float32(dtype):
     assert (out.logits.dtype, out.weights.dtype) == (torch.float32, dtype)
     scaled = scale_tokens(low.float(), out.feature_weights, prev)
     torch.testing.assert_close(out.logits, scaled @ router.weight.T, rtol=1e-2, atol=5e-2)
-    big = ACRouter(6, 4, 2)(torch.full((8, 6), 6e4, dtype=dtype), prev[:8])
-    assert torch.isfinite(big.logits).all()
+    # Tokens near the end of float16, with weights above 1.
+    big = (6e4 * (0.5 + 0.5 * torch.rand(48, 6))).to(dtype)
+    out = router(big, prev)
+    assert out.feature_weights.max() > 1.3
+    scaled = scale_tokens(big.double(), out.feature_weights.double(), prev)
+    torch.testing.assert_close(out.logits.double(), scaled @ router.weight.double().T, rtol=1e-5, atol=1.0)
+
+
+@pytest.mark.parametrize("scorer", ["linear", "normalized"])
+def test_no_copy_of_the_tokens_is_kept_and_blocks_make_no_difference(scorer, monkeypatch):
+    hidden, prev = assigned(dtype=torch.float64)
+    router = ACRouter(6, 4, 2, router=scorer).double()
+    results = []
+    for block in (2**17, 5 * 6):
+        monkeypatch.setattr("ac_router.clusters.BLOCK_ELEMENTS", block)
+        hidden = hidden.detach().requires_grad_()
+        kept = []
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, kept=kept: kept.append(t) or t, lambda t: t):
+            out = router(hidden, prev)
+        assert {t.data_ptr() for t in kept if t.shape == hidden.shape} == {hidden.data_ptr()}
+        (out.logits.square().sum() + out.weights.square().sum()).backward()
+        results.append((out.logits.detach(), hidden.grad, router.weight.grad.clone()))
+        router.zero_grad()
+    for one, many in zip(*results, strict=True):
+        torch.testing.assert_close(many, one, rtol=1e-12, atol=1e-12)
+    scaled = scale_tokens(hidden, out.feature_weights, prev)
+    rows = router.weight if scorer == "linear" else torch.nn.functional.normalize(router.weight, dim=1, eps=1e-4)
+    logits = scaled @ rows.T
+    torch.testing.assert_close(results[0][0], logits, rtol=1e-12, atol=1e-12)
+    (logits.square().sum() + logits.topk(2).values.softmax(-1).square().sum()).backward()
+    torch.testing.assert_close(hidden.grad / 2, results[0][1], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(router.weight.grad, results[0][2], rtol=1e-10, atol=1e-12)
+
+
+def test_gate_weights_of_another_number_of_choices_are_an_error():
+    hidden, prev = assigned()
+    with pytest.raises(ValueError, match=r"gate weights have shape \(48, 3\), its indices \(48, 2\): they must agree"):
+        ACRouter(6, 4, 2, mix_weights=True)(hidden, prev, prev_weights=torch.rand(48, 3))
+
+
+def test_a_running_average_changed_from_outside_is_seen():
+    hidden, prev = assigned()
+    router = ACRouter(6, 4, 2, stats="ema")
+    router(hidden, prev)
+    router.eval()
+    before = router(hidden, prev).logits
+    router.adaptive.ema_dispersion[0] *= 3  # As DistributedDataParallel does, with the first process's values.
+    assert not torch.equal(router(hidden, prev).logits, before)
+    with torch.inference_mode():
+        router.adaptive.ema_dispersion[0] /= 3
+    torch.testing.assert_close(router(hidden, prev).logits, before)
+
+
+def test_averages_are_loaded_by_name_where_numbers_are_not_unique():
+    def two_stacks(seed):
+        torch.manual_seed(seed)
+        sides = {side: torch.nn.ModuleDict({"layers": torch.nn.ModuleList([ACRouter(6, 4, 2)])}) for side in "ab"}
+        return torch.nn.ModuleDict(sides)
+
+    hidden, prev = assigned()
+    source, target = two_stacks(0), two_stacks(1)
+    for scale, side in enumerate("ab", 1):
+        source[side]["layers"][0](scale * hidden, prev)
+    load_statistics(target, statistics_state(source))
+    for side in "ab":
+        ours, theirs = target[side]["layers"][0].adaptive, source[side]["layers"][0].adaptive
+        assert torch.equal(ours.ema_dispersion, theirs.ema_dispersion)
+    with pytest.raises(KeyError, match="more than one ema_count for a layer of this number"):
+        load_statistics(target["a"], statistics_state(source))
 
 
 def test_autocast_does_not_lower_the_precision():

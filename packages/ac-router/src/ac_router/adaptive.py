@@ -8,7 +8,7 @@ import contextlib
 from collections.abc import Iterator
 from contextvars import ContextVar
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict
 
 import torch
 from jaxtyping import Float, Int
@@ -24,7 +24,6 @@ from ac_router.clusters import (
     cluster_statistics,
     eligible_clusters,
     mixing,
-    scale_by_table,
     valid_labels,
     weights_from_dispersion,
     with_unit_row,
@@ -32,6 +31,28 @@ from ac_router.clusters import (
 from chapbook_shared.validate import check_choice, check_fraction, check_int
 
 Stats: TypeAlias = Literal["batch", "ema", "frozen", "causal"]
+
+
+class WeightOptions(TypedDict, total=False):
+    """Keyword arguments that routers and `patch_model` hand on to `AdaptiveWeights`, where their defaults and meaning are."""
+
+    momentum: float
+    dispersion: Dispersion
+    norm: Norm | None
+    eps: float
+    clip: float | None
+    min_count: int
+    official_compat: bool
+    process_group: ProcessGroup | None
+    persistent: bool
+
+
+class Scaling(NamedTuple):
+    """What each token is scaled by: its row, or its shares of the rows, of a table of weights; see `scale_by_table`."""
+
+    table: Tensor
+    rows: Tensor
+
 
 _collecting: ContextVar[bool] = ContextVar("ac_router_collecting", default=False)
 
@@ -148,9 +169,9 @@ class AdaptiveWeights(nn.Module):
         self.register_buffer("ema_count", torch.zeros(num_clusters, device=device), persistent=persistent)
         self.register_buffer("ema_dispersion", torch.zeros(size, device=device), persistent=persistent)
         self._running_table: Tensor | None = None
+        self._running_table_of: tuple[Any, ...] | None = None
         if persistent:
             self.register_load_state_dict_pre_hook(_keep_missing_averages)
-        self.register_load_state_dict_post_hook(_forget_running_table)
 
     def extra_repr(self) -> str:
         return (
@@ -187,7 +208,6 @@ class AdaptiveWeights(nn.Module):
         moved = torch.lerp(self.ema_dispersion, dispersion, share[:, None])
         self.ema_dispersion.copy_(torch.where(seen[:, None], moved, self.ema_dispersion))
         self.ema_count.copy_(torch.where(seen, new_count, self.ema_count))
-        self._running_table = None
 
     def statistics(self, hidden: Float[Tensor, "tokens dim"], labels: Int[Tensor, "tokens"]) -> ClusterStatistics:
         """The statistics of a batch; see `cluster_statistics`."""
@@ -195,7 +215,7 @@ class AdaptiveWeights(nn.Module):
             hidden, labels, self.num_clusters, dispersion=self.dispersion, process_group=self.process_group
         )
 
-    def adapt(
+    def weigh(
         self,
         hidden: Float[Tensor, "tokens dim"],
         prev: Int[Tensor, "tokens k"],
@@ -205,15 +225,15 @@ class AdaptiveWeights(nn.Module):
         shape: tuple[int, ...] | None = None,
         record: LayerRecord | None = None,
         statistics: ClusterStatistics | None = None,
-    ) -> tuple[Float[Tensor, "tokens dim"], Tensor | None]:
-        """The scaled tokens, and the weights they were scaled by ([clusters, dim]; None where each token has its own).
+    ) -> tuple[Scaling, Tensor | None]:
+        """What to scale the tokens by, and the clusters' weights ([clusters, dim]; None where each token has its own).
 
         `gates`: mix the weights of the k previous experts by these. `shape`: (batch, length), for causal statistics. `record`: this
         layer's in this forward pass. `statistics`: in place of this batch's own.
         """
         prev = prev.to(hidden.device)
         if self.stats == "causal":
-            return self._adapt_causally(hidden, prev, mask, shape), None
+            return self._weigh_causally(hidden, prev, mask, shape), None
         if record is not None and record.table is not None:
             table, statistics = record.table.to(hidden.device), record.statistics
         else:
@@ -224,8 +244,7 @@ class AdaptiveWeights(nn.Module):
                 record.learned = True
         if record is not None:
             record.table, record.statistics = table, statistics
-        rows = mixing(prev, self.num_clusters, gates, table)
-        return scale_by_table(hidden, table, rows), table[:-1]
+        return Scaling(table, mixing(prev, self.num_clusters, gates, table)), table[:-1]
 
     def _choose(
         self, hidden: Tensor, prev: Tensor, mask: Tensor | None, statistics: ClusterStatistics | None
@@ -243,9 +262,9 @@ class AdaptiveWeights(nn.Module):
             table = torch.where(enough, table, self._table().to(table))
         return table, statistics
 
-    def _adapt_causally(
+    def _weigh_causally(
         self, hidden: Tensor, prev: Tensor, mask: Tensor | None, shape: tuple[int, ...] | None
-    ) -> Tensor:
+    ) -> Scaling:
         if shape is None or len(shape) != 2:
             raise ValueError(
                 f"stats='causal' needs to know where sequences begin: give tokens of shape [batch, length, dim] (got "
@@ -262,16 +281,20 @@ class AdaptiveWeights(nn.Module):
             min_count=self.min_count,
             mask=mask,
         )
-        return (hidden * weights.reshape(-1, self.dim)).to(hidden.dtype)
+        return Scaling(weights.reshape(-1, self.dim), torch.arange(hidden.shape[0], device=hidden.device))
 
     def _table(self) -> Tensor:
         """The running weights with the unit row, kept until the average moves: generation asks for it at every token."""
         if torch.compiler.is_compiling():
             return self._make_table()
-        if self._running_table is None or self._running_table.device != self.ema_count.device:
+        buffers = (self.ema_count, self.ema_dispersion)
+        if any(buffer.is_inference() for buffer in buffers):  # Changes to these leave no mark.
+            return self._make_table()
+        state = tuple((b.data_ptr(), b._version, b.device, b.dtype) for b in buffers)
+        if self._running_table is None or self._running_table_of != state:
             # Outside of inference mode: the table must serve a later pass with gradient too.
             with torch.inference_mode(False):
-                self._running_table = self._make_table()
+                self._running_table, self._running_table_of = self._make_table(), state
         return self._running_table
 
     @torch.no_grad()
@@ -286,8 +309,3 @@ def _keep_missing_averages(module: nn.Module, state_dict: dict[str, Any], prefix
     """A checkpoint of the plain model has no averages: keep ours, so that strict loading works both ways."""
     for name in ("ema_count", "ema_dispersion"):
         state_dict.setdefault(prefix + name, getattr(module, name))
-
-
-def _forget_running_table(module: nn.Module, _: Any) -> None:
-    assert isinstance(module, AdaptiveWeights)
-    module._running_table = None

@@ -16,10 +16,13 @@ for float64 tokens).
 """
 
 import contextlib
+import math
+import numbers
 import warnings
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
@@ -29,6 +32,8 @@ Dispersion: TypeAlias = Literal["mad", "variance", "pairwise"]
 Norm: TypeAlias = Literal["feature", "global", "global_clipped", "cluster"]
 # A torch.distributed process group, or "world" for the default one (which survives pickling and copying).
 ProcessGroup: TypeAlias = Any
+
+INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 # Tokens are worked through in blocks of half a megabyte: the temporaries stay in cache and small next to the tokens.
 BLOCK_ELEMENTS = 2**17
@@ -48,7 +53,7 @@ def check_rule(
     check_choice("dispersion", dispersion, ("mad", "variance", "pairwise"))
     check_choice("norm", norm, ("feature", "global", "global_clipped", "cluster", None))
     check_positive("eps", eps)
-    if clip is not None and not clip >= 1:
+    if clip is not None and not (isinstance(clip, numbers.Real) and clip >= 1):
         raise ValueError(
             f"clip is a multiple of the mean weight and must be >= 1, or None for no clipping, got {clip!r}"
         )
@@ -60,15 +65,21 @@ def check_rule(
 def flatten_assignment(prev: Int[Tensor, "..."], token_shape: tuple[int, ...]) -> Int[Tensor, "tokens k"]:
     """Assignments of shape `token_shape` or `token_shape + (k,)`, flattened or not, as [tokens, k].
 
-    Raises ValueError, with both counts, when there is not one assignment a token.
+    Raises ValueError, with both counts, when there is not one assignment a token; TypeError unless `prev` is a tensor of integers.
     """
+    if not isinstance(prev, Tensor) or prev.dtype not in INTEGERS:
+        found = f"a tensor of {prev.dtype}" if isinstance(prev, Tensor) else type(prev).__name__
+        raise TypeError(f"prev must be a tensor of integers, the previous layer's expert indices, got {found}")
     tokens = 1
     for size in token_shape:
         tokens *= size
-    if tuple(prev.shape) == token_shape or prev.ndim == 1:
-        flat = prev.reshape(-1, 1)
-    else:
-        flat = prev.reshape(-1, prev.shape[-1])
+    own_column = tuple(prev.shape) == token_shape or prev.ndim < 2
+    choices = 1 if own_column else prev.shape[-1]
+    if choices == 0:
+        raise ValueError(
+            f"prev has no choice for any token (shape {tuple(prev.shape)}): pass prev=None to route plainly"
+        )
+    flat = prev.long().reshape(-1, choices)
     if flat.shape[0] != tokens:
         raise ValueError(
             f"hidden has {tokens} tokens but prev has assignments for {flat.shape[0]} (shapes {token_shape} + (dim,) and "
@@ -85,7 +96,7 @@ def check_assignment(prev: Int[Tensor, "*any"], num_experts: int, *, check: bool
     if check is None:
         check = prev.device.type == "cpu" and not torch.compiler.is_compiling()
     if check and prev.numel():
-        low, high = int(prev.min()), int(prev.max())
+        low, high = (int(bound) for bound in torch.aminmax(prev))
         if low < -1 or high >= num_experts:
             raise ValueError(
                 f"prev holds expert indices from {low} to {high}, but must lie in [0, {num_experts}), or be -1 for a token that no "
@@ -117,7 +128,7 @@ def cluster_statistics(
     if not reactive:  # Looking first would synchronise the device, or break the graph.
         labels = torch.where(_finite_rows(hidden), labels, num_experts)
     sums = _sums(hidden, labels, num_experts, accumulate)
-    if reactive and not bool(torch.isfinite(sums).all()):
+    if reactive and not _all_finite(sums):
         finite = _finite_rows(hidden)
         if not bool(finite[labels < num_experts].all()):
             warnings.warn("tokens with NaN or infinite features are left out of the cluster statistics", stacklevel=2)
@@ -137,11 +148,14 @@ def cluster_statistics(
         spread = _pairwise_sums(hidden, labels, mean, count) / (members * (members - 1) / 2).clamp(min=1)
     else:
         deviations = _deviation_sums(hidden, labels, mean, squared=dispersion == "variance")
+        if reactive and not _all_finite(deviations):  # Overflowed.
+            deviations = _deviation_sums(hidden, labels, mean.double(), squared=dispersion == "variance")
         if process_group is not None:
             deviations = _all_reduce(deviations, process_group)
         spread = deviations / members
     result = torch.promote_types(hidden.dtype, torch.float32)
-    return ClusterStatistics(count.to(result), spread.to(result))
+    # Finite, so that 1 / dispersion is not 0.
+    return ClusterStatistics(count.to(result), spread.clamp(max=torch.finfo(result).max).to(result))
 
 
 @torch.no_grad()
@@ -160,21 +174,22 @@ def weights_from_dispersion(
     `"global_clipped"` by the mean after it.
     """
     chosen = eligible[..., None]
+    clusters = eligible.sum(-1)[..., None, None].clamp(min=1)
     weights = 1 / (dispersion + eps)
 
-    def mean(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-        share = chosen.to(values.dtype).expand_as(values)
-        return (values * share).sum(dims, keepdim=True) / share.sum(dims, keepdim=True).clamp(min=1)
+    def mean(values: Tensor) -> Tensor:
+        """Of each feature, over the eligible clusters."""
+        return (values * chosen).sum(-2, keepdim=True) / clusters
 
-    overall = mean(weights, (-2, -1))
+    overall = mean(weights).mean(-1, keepdim=True)
     if clip is not None:
         weights = torch.minimum(weights, clip * overall)
     if norm == "feature":
-        weights = weights / mean(weights, (-2,))
+        weights = weights / mean(weights)
     elif norm == "global":
         weights = weights / overall
     elif norm == "global_clipped":
-        weights = weights / mean(weights, (-2, -1))
+        weights = weights / mean(weights).mean(-1, keepdim=True)
     elif norm == "cluster":
         weights = weights / weights.mean(-1, keepdim=True)
     return torch.where(chosen, weights, torch.ones_like(weights))
@@ -245,6 +260,11 @@ def valid_labels(prev: Int[Tensor, "tokens k"], mask: Tensor | None) -> Int[Tens
     return torch.where(keep, labels, -1)
 
 
+def _all_finite(values: Tensor) -> bool:
+    """Whether the sum is finite: cheaper than looking at each, and a false alarm costs a second look only."""
+    return math.isfinite(float(values.sum()))
+
+
 def _finite_rows(hidden: Float[Tensor, "tokens dim"]) -> Bool[Tensor, "tokens"]:
     return torch.isfinite(torch.linalg.vector_norm(hidden, ord=float("inf"), dim=1))
 
@@ -285,13 +305,13 @@ def _pairwise_sums(hidden: Tensor, labels: Tensor, mean: Tensor, count: Tensor) 
     position = torch.arange(tokens, device=hidden.device, dtype=torch.float64)[:, None]
     entering = 2 * (position - starts[sorted_labels]) - sizes[sorted_labels] + 1
     sums = torch.zeros(experts + 1, hidden.shape[1], dtype=torch.float64, device=hidden.device)
-    return sums.scatter_add_(0, sorted_labels, entering * values)[:-1].to(mean.dtype)
+    return sums.scatter_add_(0, sorted_labels, entering * values)[:-1]
 
 
 def _all_reduce(values: Tensor, process_group: ProcessGroup) -> Tensor:
     import torch.distributed as dist
 
-    values = values.contiguous()
+    values = values.double().contiguous()  # The same dtype in every process, whatever each had to accumulate in.
     dist.all_reduce(values, group=None if process_group == "world" else process_group)
     return values
 
@@ -376,9 +396,11 @@ def with_unit_row(weights: Float[Tensor, "experts dim"]) -> Float[Tensor, "exper
 
 def mixing(prev: Tensor, num_experts: int, gates: Tensor | None, table: Tensor) -> Tensor:
     """Which row of the table each token takes: [tokens] indices, or with gates the [tokens, experts + 1] shares of the rows."""
+    if gates is None:
+        prev = prev[:, 0]
     index = torch.where((prev >= 0) & (prev < num_experts), prev, num_experts)
     if gates is None:
-        return index[:, 0]
+        return index
     if gates.shape != prev.shape:
         raise ValueError(
             f"the previous layer's gate weights have shape {tuple(gates.shape)}, its indices {tuple(prev.shape)}: they must agree"
@@ -424,12 +446,63 @@ class _Scale(torch.autograd.Function):
     """Keeps for backward the small table and the indices, not one more copy of the tokens."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, table: Tensor, rows: Tensor) -> Tensor:
-        ctx.save_for_backward(table, rows)
+    def forward(hidden: Tensor, table: Tensor, rows: Tensor) -> Tensor:
         return _scale(hidden, table, rows)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         table, rows = ctx.saved_tensors
         # Through the public function: differentiable again.
         return scale_by_table(grad, table, rows), None, None
+
+
+def scaled_linear(
+    hidden: Float[Tensor, "tokens dim"],
+    table: Float[Tensor, "any dim"],
+    rows: Tensor,
+    weight: Float[Tensor, "experts dim"],
+) -> Float[Tensor, "tokens experts"]:
+    """`scale_by_table(hidden, table, rows) @ weight.T` in the dtype of `weight`, without ever holding all the scaled tokens."""
+    if torch.compiler.is_compiling():
+        return F.linear((hidden * _rows(table, rows)).to(weight.dtype), weight)
+    logits: Tensor = _ScaledLinear.apply(hidden, table, rows, weight)
+    return logits
+
+
+class _ScaledLinear(torch.autograd.Function):
+    """Scales blocks of tokens again in backward, rather than keep a copy of them all."""
+
+    @staticmethod
+    def forward(hidden: Tensor, table: Tensor, rows: Tensor, weight: Tensor) -> Tensor:
+        logits = weight.new_empty(hidden.shape[0], weight.shape[0])
+        for block, row, out in _blocks(hidden, rows, logits):
+            torch.mm((block * _rows(table, row)).to(weight.dtype), weight.T, out=out)
+        return logits
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, Tensor, Tensor, Tensor], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None, None, Tensor | None]:
+        hidden, table, rows, weight = ctx.saved_tensors
+        for_hidden, for_weight = None, None
+        with full_precision(hidden.device):
+            if torch.is_grad_enabled():  # Someone wants to differentiate again.
+                each = _rows(table, rows)
+                for_hidden = ((grad @ weight) * each).to(hidden.dtype)
+                for_weight = grad.T @ (hidden * each).to(weight.dtype)
+                return for_hidden, None, None, for_weight
+            if ctx.needs_input_grad[0]:
+                for_hidden = torch.empty_like(hidden)
+                for out, row, block in _blocks(for_hidden, rows, grad):
+                    torch.mul(block @ weight, _rows(table, row), out=out)
+            if ctx.needs_input_grad[3]:
+                for_weight = torch.zeros_like(weight)
+                for block, row, block_grad in _blocks(hidden, rows, grad):
+                    for_weight.addmm_(block_grad.T, (block * _rows(table, row)).to(weight.dtype))
+        return for_hidden, None, None, for_weight

@@ -3,15 +3,15 @@
 `ACSoftMoE`: Adaptive Clustering for SoftMoE (Puigcerver et al. 2024), where a token goes to every slot a little.
 """
 
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ac_router.adaptive import AdaptiveWeights, RoutingState
-from ac_router.clusters import check_assignment, flatten_assignment, full_precision
+from ac_router.adaptive import AdaptiveWeights, RoutingState, Stats, WeightOptions
+from ac_router.clusters import check_assignment, flatten_assignment, full_precision, scale_by_table
 from ac_router.diagnostics import observe
 from ac_router.router import ACRouter, RouterOutput, load_balance_loss
 from chapbook_shared.validate import check_choice, check_int
@@ -153,7 +153,8 @@ class ACSoftMoE(nn.Module):
         normalize: bool = True,
         expert: Literal["swiglu", "mlp"] = "mlp",
         num_experts_prev: int | None = None,
-        **weight_options: Any,
+        stats: Stats = "batch",
+        **weight_options: Unpack[WeightOptions],
     ):
         super().__init__()
         check_int("num_experts", num_experts, minimum=1)
@@ -164,13 +165,13 @@ class ACSoftMoE(nn.Module):
         self.slots = nn.Parameter(torch.randn(num_experts * slots_per_expert, dim) * dim**-0.5)
         self.scale = nn.Parameter(torch.ones(())) if normalize else None
         self.experts = Experts(dim, ffn_dim, num_experts, expert)
-        options = {"eps": 0.35, "clip": 5.0, "norm": "global_clipped", **weight_options}
-        if options.get("stats") == "causal":
+        options: WeightOptions = {"eps": 0.35, "clip": 5.0, "norm": "global_clipped", **weight_options}
+        if stats == "causal":
             raise ValueError(
                 "SoftMoE mixes whole sequences, so stats='causal' would promise too much: use 'batch' or 'ema'"
             )
         clusters = num_experts if num_experts_prev is None else num_experts_prev
-        self.adaptive = AdaptiveWeights(dim, clusters, **options)
+        self.adaptive = AdaptiveWeights(dim, clusters, stats=stats, **options)
 
     def forward(
         self,
@@ -188,7 +189,7 @@ class ACSoftMoE(nn.Module):
         if hidden.shape[-1] != self.dim:
             raise ValueError(f"hidden has width {hidden.shape[-1]}, the layer {self.dim}")
         batch, length, dim = hidden.shape
-        tokens = hidden.reshape(-1, dim)
+        tokens = hidden.reshape(-1, dim).to(torch.promote_types(hidden.dtype, torch.float32))
         if self.scale is not None:
             tokens = F.normalize(tokens, dim=-1)
         record = state.record(layer) if state is not None else None
@@ -201,7 +202,8 @@ class ACSoftMoE(nn.Module):
         if indices is not None:
             flat = flatten_assignment(indices, (batch, length))
             check_assignment(flat, self.adaptive.num_clusters)
-            scaled, weights = self.adaptive.adapt(tokens, flat, gates=gates, mask=mask, record=record)
+            scaling, weights = self.adaptive.weigh(tokens, flat, gates=gates, mask=mask, record=record)
+            scaled = scale_by_table(tokens, *scaling)
 
         logits = self._score(scaled).reshape(batch, length, -1)
         dispatch_logits = logits
@@ -226,12 +228,11 @@ class ACSoftMoE(nn.Module):
         return mixed.to(hidden.dtype), RouterOutput(expert_logits, gate, chosen, loss, weights)
 
     def _score(self, tokens: Tensor) -> Tensor:
-        dtype = torch.promote_types(tokens.dtype, torch.float32)
         with full_precision(tokens.device):
-            slots = self.slots.to(dtype)
+            slots = self.slots.to(tokens.dtype)
             if self.scale is not None:
-                slots = self.scale.to(dtype) * F.normalize(slots, dim=-1)
-            return F.linear(tokens.to(dtype), slots)
+                slots = self.scale.to(tokens.dtype) * F.normalize(slots, dim=-1)
+            return F.linear(tokens, slots)
 
     def _expert_logits(self, tokens: Tensor) -> Tensor:
         return self._score(tokens).reshape(len(tokens), self.num_experts, -1).logsumexp(-1)

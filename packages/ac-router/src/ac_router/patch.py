@@ -15,14 +15,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from ac_router.adaptive import AdaptiveWeights, RoutingState, Stats
-from ac_router.clusters import Dispersion, Norm, ProcessGroup, flatten_assignment, valid_labels
+from ac_router.adaptive import AdaptiveWeights, RoutingState, Stats, WeightOptions
+from ac_router.clusters import flatten_assignment, scale_by_table, valid_labels
 from ac_router.diagnostics import is_watching, observe
 from chapbook_shared.validate import check_choice, check_int, import_extra
 
@@ -64,17 +64,9 @@ def patch_model(
     *,
     skip_first: int = 1,
     stats: Stats = "ema",
-    momentum: float = 0.99,
     mix_weights: bool = False,
     stat_source: Literal["current", "previous"] = "current",
-    dispersion: Dispersion = "mad",
-    norm: Norm | None = "feature",
-    eps: float = 1e-4,
-    clip: float | None = 10.0,
-    min_count: int = 2,
-    official_compat: bool = False,
-    process_group: ProcessGroup | None = None,
-    persistent: bool = True,
+    **weight_options: Unpack[WeightOptions],
 ) -> nn.Module:
     """Route by Adaptive Clustering in a transformers MoE model, in place; returns the model.
 
@@ -82,7 +74,7 @@ def patch_model(
     previous assignment; the paper skips one or two). "Previous" is the previous mixture-of-experts layer, dense ones are passed over.
     `stats="ema"` by default: batch statistics in training, their running average in `eval()` and for generation, where there is no
     batch to speak of. A model that was not trained so routes plainly in `eval()` until it has an average: see `collect_statistics`.
-    All else: see `ACRouter`.
+    `mix_weights`, `stat_source`: see `ACRouter`; all else: see `AdaptiveWeights`.
 
     The running averages are buffers `...gate.ac_weights.ema_count` and `.ema_dispersion` (`persistent=False` keeps them out of the state
     dict); nothing else about the state dict changes. Padding is left out of the statistics by the 2-d `attention_mask`.
@@ -98,20 +90,10 @@ def patch_model(
         raise ValueError("the model is already patched: call unpatch_model(model) first")
     chosen = _choose(sites, layers, skip_first)
 
-    options: dict[str, Any] = {
-        "stats": stats,
-        "momentum": momentum,
-        "dispersion": dispersion,
-        "norm": norm,
-        "eps": eps,
-        "clip": clip,
-        "min_count": min_count,
-        "official_compat": official_compat,
-        "process_group": process_group,
-        "persistent": persistent,
-    }
     made = {
-        site.layer: AdaptiveWeights(site.dim, sites[at - 1].num_experts, device=site.device, **options)
+        site.layer: AdaptiveWeights(
+            site.dim, sites[at - 1].num_experts, device=site.device, stats=stats, **weight_options
+        )
         for at, site in enumerate(sites)
         if site.layer in chosen
     }
@@ -127,10 +109,12 @@ def patch_model(
     patch.handles.append(base.register_forward_pre_hook(start, with_kwargs=True))
     patch.handles.append(base.register_forward_hook(_EndOfPass(holder), always_call=True))
     if safe:
-        for block in decoder:
+        for at, block in enumerate(decoder):
             attention = block.self_attn
             assert isinstance(attention, nn.Module)
-            patch.handles.append(attention.register_forward_pre_hook(_AtAttention(holder), with_kwargs=True))
+            # Only where a router takes it away again.
+            hook = _AtAttention(holder, keep=at in chosen | needed)
+            patch.handles.append(attention.register_forward_pre_hook(hook, with_kwargs=True))
     for at, site in enumerate(sites):
         gate = site.gate
         if site.layer in chosen:
@@ -187,27 +171,32 @@ def statistics_state(model: nn.Module) -> dict[str, Tensor]:
 def load_statistics(model: nn.Module, source: Mapping[str, Tensor] | str | Path) -> None:
     """Give a patched model the running averages of `source`: a state dict, a safetensors file, or a `save_pretrained` folder.
 
-    `from_pretrained` builds the plain model and drops the averages in the checkpoint; call this after `patch_model`. Layers are matched
-    by number, since checkpoints may name modules otherwise than the model does. Raises KeyError if a patched layer is missing.
+    `from_pretrained` builds the plain model and drops the averages in the checkpoint; call this after `patch_model`. Layers are matched by
+    name, or else by number, since checkpoints may name modules otherwise than the model does. Raises KeyError if a patched layer is missing.
     """
-    found: dict[tuple[str, str], Tensor] = {}
+    found: dict[str, list[Tensor]] = {}
     for key, value in _tensors(source):
-        if key.endswith((".ema_count", ".ema_dispersion")):
-            found[_layer_of(key), key.rpartition(".")[2]] = value
+        buffer = key.rpartition(".")[2]
+        if buffer in ("ema_count", "ema_dispersion"):
+            found[key] = [value]
+            if (layer := _layer_of(key, buffer)) != key:
+                found.setdefault(layer, []).append(value)
     for name, module in model.named_modules():
         if isinstance(module, AdaptiveWeights):
+            averages = {}
             for buffer in ("ema_count", "ema_dispersion"):
-                where = (_layer_of(f"{name}.{buffer}"), buffer)
-                if where not in found:
+                key = f"{name}.{buffer}" if name else buffer
+                if not (values := found.get(key) or found.get(_layer_of(key, buffer))):
                     raise KeyError(f"the source has no {buffer} for {name}: it was not saved with this layer patched")
-            module.load_state_dict(
-                {buffer: found[_layer_of(f"{name}.x"), buffer] for buffer in ("ema_count", "ema_dispersion")}
-            )
+                if len(values) > 1:
+                    raise KeyError(f"the source has no {key}, and more than one {buffer} for a layer of this number")
+                averages[buffer] = values[0]
+            module.load_state_dict(averages)
 
 
-def _layer_of(key: str) -> str:
+def _layer_of(key: str, buffer: str) -> str:
     number = re.search(r"layers\.(\d+)\.", key)
-    return number.group(1) if number else key.rpartition(".")[0]
+    return f"layer {number.group(1)} {buffer}" if number else key
 
 
 def _tensors(source: Mapping[str, Tensor] | str | Path) -> Iterator[tuple[str, Tensor]]:
@@ -222,7 +211,7 @@ def _tensors(source: Mapping[str, Tensor] | str | Path) -> Iterator[tuple[str, T
     for file in files:
         with safetensors.safe_open(file, framework="pt") as opened:
             for key in opened.keys():  # noqa: SIM118 - not a mapping
-                if ".ema_" in key:
+                if key.rpartition(".")[2].startswith("ema_"):
                     yield key, opened.get_tensor(key)
 
 
@@ -270,17 +259,23 @@ def _sites(layer: int, block: nn.Module) -> list[_Site]:
         assert isinstance(weight, Tensor)
         # Around the router as adapters leave it: gate.base_layer, gate.original_module, gate.modules_to_save.default.
         outer = re.sub(r"(\.base_layer|\.original_module|\.modules_to_save\.\w+)+$", "", path)
-        return [
-            _Site(
-                layer,
-                block.get_submodule(outer),
-                family,
-                int(getattr(module, "num_experts", weight.shape[0])),
-                int(getattr(module, "hidden_dim", weight.shape[-1])),
-                weight.device,
-            )
-        ]
+        gate = block.get_submodule(outer)
+        while (
+            type(gate).__name__ == "ParamWrapper"
+        ):  # peft's, which calls the router inside, and goes when it is merged.
+            inner = gate.base_layer
+            assert isinstance(inner, nn.Module)
+            gate = inner
+        experts, dim = getattr(module, "num_experts", weight.shape[0]), getattr(module, "hidden_dim", weight.shape[-1])
+        return [_Site(layer, gate, family, int(experts), int(dim), _device_of(module, weight))]
     return []
+
+
+def _device_of(module: nn.Module, weight: Tensor) -> torch.device:
+    """Where the router works: accelerate keeps an offloaded weight on the meta device and fetches it for each call."""
+    works = getattr(getattr(module, "_hf_hook", None), "execution_device", None)
+    device = weight.device if works is None else torch.device(works)
+    return torch.device("cpu") if device.type == "meta" else device
 
 
 def _choose(sites: list[_Site], layers: Literal["auto"] | Sequence[int], skip_first: int) -> set[int]:
@@ -378,17 +373,18 @@ class _EndOfPass:
 
 
 class _AtAttention:
-    """Before a layer's attention: take the state out of the keyword arguments."""
+    """Before a layer's attention: take the state out of the keyword arguments, and keep it for the layer's router if it has one."""
 
-    def __init__(self, holder: _Holder):
-        self.holder = holder
+    def __init__(self, holder: _Holder, *, keep: bool):
+        self.holder, self.keep = holder, keep
 
     def __call__(
         self, attention: nn.Module, args: tuple, kwargs: dict[str, Any]
     ) -> tuple[tuple, dict[str, Any]] | None:
         if STATE not in kwargs:
             return None
-        self.holder.set(kwargs[STATE])
+        if self.keep:
+            self.holder.set(kwargs[STATE])
         return args, {name: value for name, value in kwargs.items() if name != STATE}
 
 
@@ -427,7 +423,7 @@ class _BeforeRouter:
         adaptive = gate.ac_weights
         assert isinstance(adaptive, AdaptiveWeights)
         record = state.record(self.layer)
-        scaled, weights = adaptive.adapt(
+        scaling, weights = adaptive.weigh(
             tokens,
             flatten_assignment(before.indices, (tokens.shape[0],)),
             gates=before.gates.to(tokens.device) if self.mix and before.gates is not None else None,
@@ -438,7 +434,7 @@ class _BeforeRouter:
         )
         if self.from_previous or is_watching():
             record.pending = (tokens, weights)
-        scaled = scaled.reshape(hidden.shape)
+        scaled = scale_by_table(tokens, *scaling).reshape(hidden.shape)
         return ((scaled, *args[1:]), kwargs) if args else (args, {**kwargs, name: scaled})
 
 

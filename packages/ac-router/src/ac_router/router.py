@@ -4,21 +4,21 @@ z_ij = h_i^T M_k*(i) e_j; the top k over j; gate weights are a softmax over the 
 Without a previous assignment it is the plain router, exactly.
 """
 
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, Unpack
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
-from ac_router.adaptive import AdaptiveWeights, RoutingState, Stats
+from ac_router.adaptive import AdaptiveWeights, RoutingState, Scaling, Stats, WeightOptions
 from ac_router.clusters import (
-    Dispersion,
-    Norm,
     ProcessGroup,
     check_assignment,
     flatten_assignment,
     full_precision,
+    scale_by_table,
+    scaled_linear,
     valid_labels,
 )
 from ac_router.diagnostics import observe
@@ -106,15 +106,7 @@ class ACRouter(nn.Module):
         balance_temperature: float = 1.0,
         cosine_temperature: float = 0.3,
         stats: Stats = "batch",
-        momentum: float = 0.99,
-        dispersion: Dispersion = "mad",
-        norm: Norm | None = "feature",
-        eps: float = 1e-4,
-        clip: float | None = 10.0,
-        min_count: int = 2,
-        official_compat: bool = False,
-        process_group: ProcessGroup | None = None,
-        persistent: bool = True,
+        **weight_options: Unpack[WeightOptions],
     ):
         super().__init__()
         check_int("dim", dim, minimum=1)
@@ -139,15 +131,7 @@ class ACRouter(nn.Module):
             dim,
             num_experts if num_experts_prev is None else num_experts_prev,
             stats=stats,
-            momentum=momentum,
-            dispersion=dispersion,
-            norm=norm,
-            eps=eps,
-            clip=clip,
-            min_count=min_count,
-            official_compat=official_compat,
-            process_group=process_group,
-            persistent=persistent,
+            **weight_options,
         )
         self.reset_parameters()
 
@@ -193,7 +177,7 @@ class ACRouter(nn.Module):
             prev = prev.indices
         record = state.record(layer) if state is not None else None
 
-        scaled, weights, flat = tokens, None, None
+        scaling, weights, flat = None, None, None
         if prev is not None:
             flat = flatten_assignment(prev, shape)
             check_assignment(flat, self.adaptive.num_clusters)
@@ -203,7 +187,7 @@ class ACRouter(nn.Module):
                     raise ValueError(
                         "mix_weights=True needs the previous layer's gate weights: pass its RouterOutput, or prev_weights"
                     )
-                gates = prev_weights.reshape(flat.shape)
+                gates = prev_weights.reshape(-1, prev_weights.shape[-1] if prev_weights.ndim > 1 else 1)
             statistics = None
             if self.stat_source == "previous":
                 if prev_hidden is None:
@@ -212,7 +196,7 @@ class ACRouter(nn.Module):
                     )
                 source = prev_hidden.reshape(-1, self.dim)
                 statistics = self.adaptive.statistics(source, valid_labels(flat, mask).to(source.device))
-            scaled, weights = self.adaptive.adapt(
+            scaling, weights = self.adaptive.weigh(
                 tokens,
                 flat,
                 gates=gates,
@@ -221,7 +205,7 @@ class ACRouter(nn.Module):
                 record=record,
                 statistics=statistics,
             )
-        logits = self.score(scaled)
+        logits = self.score(tokens, scaling)
         gate, indices = self.choose(logits)
         gate = gate.to(hidden.dtype)
         if record is not None and record.indices is None:
@@ -233,16 +217,24 @@ class ACRouter(nn.Module):
         observe(self, logits, indices, flat, weights, mask, plain=lambda: self.score(tokens))
         return RouterOutput(logits, gate, indices, aux_loss, weights)
 
-    def score(self, hidden: Float[Tensor, "tokens dim"]) -> Float[Tensor, "tokens experts"]:
-        """The logits of tokens as they are, in float32 (float64 for float64 tokens)."""
+    def score(
+        self, hidden: Float[Tensor, "tokens dim"], scaling: Scaling | None = None
+    ) -> Float[Tensor, "tokens experts"]:
+        """The logits of tokens as they are, or scaled, in float32 (float64 for float64 tokens)."""
         dtype = torch.promote_types(hidden.dtype, torch.float32)
         with full_precision(hidden.device):
-            hidden, weight = hidden.to(dtype), self.weight.to(dtype)
+            weight = self.weight.to(dtype)
             if self.router != "linear":
                 weight = F.normalize(weight, dim=-1, eps=1e-4)
             if self.router == "cosine":
-                hidden = F.normalize(hidden, dim=-1, eps=1e-4) / self.cosine_temperature
-            return F.linear(hidden, weight, None if self.bias is None else self.bias.to(dtype))
+                hidden = hidden.to(dtype)
+                hidden = hidden if scaling is None else scale_by_table(hidden, *scaling)
+                logits = F.linear(F.normalize(hidden, dim=-1, eps=1e-4) / self.cosine_temperature, weight)
+            elif scaling is None:
+                logits = F.linear(hidden.to(dtype), weight)
+            else:
+                logits = scaled_linear(hidden, *scaling, weight)
+            return logits if self.bias is None else logits + self.bias.to(dtype)
 
     def choose(
         self, logits: Float[Tensor, "tokens experts"]
