@@ -141,20 +141,13 @@ class MotionAdapter(nn.Module):
         body = x[:, prefix_tokens:]
         a = F.gelu(self.down(body)).reshape(rows * per_row // num_frames, num_frames, space, self.hidden)
         s = a if self.spatial is None else self._spatial(a)
-        motion = self.mix(self._over_time(s))
-        delta = self.up((a + motion).reshape(rows, patches, self.hidden))
-        moved = body + self.gamma * delta
+        assert self.time.bias is not None
+        assert self.up.bias is not None
+        motion = self.mix(_OverTime.apply(s, self.time.weight.squeeze(1).to(s.dtype), self.time.bias.to(s.dtype)))
+        # gamma goes into the small matrix, not over all tokens.
+        delta = F.linear(a + motion, self.gamma * self.up.weight, self.gamma * self.up.bias)
+        moved = body + delta.reshape(rows, patches, dim)
         return moved if prefix_tokens == 0 else torch.cat([x[:, :prefix_tokens], moved], dim=1)
-
-    def _over_time(self, s: Float[Tensor, "clips frames space hidden"]) -> Float[Tensor, "clips frames space hidden"]:
-        """The depthwise convolution, as a sum of shifted copies: no transposed copy of the tokens is needed."""
-        weight = self.time.weight.squeeze(1)  # (hidden, kernel)
-        reach, frames = self.kernel // 2, s.shape[1]
-        out = torch.addcmul(self.time.bias, s, weight[:, reach]) if self.time.bias is not None else s * weight[:, reach]
-        for shift in range(1, min(reach, frames - 1) + 1):
-            out[:, shift:].addcmul_(s[:, :-shift], weight[:, reach - shift])
-            out[:, :-shift].addcmul_(s[:, shift:], weight[:, reach + shift])
-        return out
 
     def _spatial(self, a: Float[Tensor, "clips frames space hidden"]) -> Float[Tensor, "clips frames space hidden"]:
         assert self.spatial is not None
@@ -170,6 +163,39 @@ class MotionAdapter(nn.Module):
 
     def extra_repr(self) -> str:
         return f"dim={self.dim}, hidden={self.hidden}, kernel={self.kernel}, variant={self.variant!r}"
+
+
+class _OverTime(torch.autograd.Function):
+    """Depthwise convolution over time, zero padded, as a sum of shifted copies: no transposed copy of the tokens, forward or backward.
+
+    tokens (clips, frames, space, hidden), weight (hidden, kernel), bias (hidden,).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, tokens: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(tokens, weight)
+        reach = weight.shape[1] // 2
+        out = torch.addcmul(bias, tokens, weight[:, reach])
+        for shift in range(1, min(reach, tokens.shape[1] - 1) + 1):
+            out[:, shift:].addcmul_(tokens[:, :-shift], weight[:, reach - shift])
+            out[:, :-shift].addcmul_(tokens[:, shift:], weight[:, reach + shift])
+        return out
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        tokens, weight = ctx.saved_tensors
+        grad, reach = grads[0], weight.shape[1] // 2
+        to_tokens = grad * weight[:, reach]
+        to_weight = torch.zeros_like(weight)
+        to_weight[:, reach] = (grad * tokens).sum((0, 1, 2))
+        for shift in range(1, min(reach, tokens.shape[1] - 1) + 1):
+            later, earlier = slice(shift, None), slice(None, -shift)
+            to_tokens[:, earlier].addcmul_(grad[:, later], weight[:, reach - shift])
+            to_tokens[:, later].addcmul_(grad[:, earlier], weight[:, reach + shift])
+            to_weight[:, reach - shift] = (grad[:, later] * tokens[:, earlier]).sum((0, 1, 2))
+            to_weight[:, reach + shift] = (grad[:, earlier] * tokens[:, later]).sum((0, 1, 2))
+        return to_tokens, to_weight, grad.sum((0, 1, 2))
 
 
 @dataclass(frozen=True)
