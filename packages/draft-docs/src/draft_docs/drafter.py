@@ -339,6 +339,7 @@ class _Session:
         self._sampling = Sampling(
             temperature=self.config.temperature, max_tokens=self.config.max_tokens, seed=self.config.seed
         )
+        self._sampling_record = asdict(self._sampling)
         self._budget = drafter.budget
         self._ends = None if drafter.max_seconds is None else time.monotonic() + drafter.max_seconds
         self._takes_schema = self.model.capabilities.json_schema
@@ -409,7 +410,7 @@ class _Session:
         return ToolResult(**outcome).ok if ToolResult(**outcome).is_evidence else None
 
     async def ask(self, key: str, messages: Sequence[Message], schema: dict[str, Any]) -> str:
-        name = prompt_hash(messages, model=self.model.name, sampling=asdict(self._sampling))
+        name = prompt_hash(messages, model=self.model.name, sampling=self._sampling_record)
         kept = self.journal.get(key)
         if kept is not None and kept["prompt"] == name:
             return str(kept["reply"])

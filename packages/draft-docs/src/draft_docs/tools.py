@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import hashlib
 import json
 from collections.abc import Mapping
@@ -75,16 +74,18 @@ class ToolSpec:
 
         Parameters that are not named keep their description. Raises KeyError for one that the tool does not have.
         """
-        schema = copy.deepcopy(dict(self.input_schema))
+        schema = dict(self.input_schema)
+        properties = dict(schema.get("properties", {}))
         for name, text in (parameters or {}).items():
-            if name not in schema.get("properties", {}):
+            if name not in properties:
                 raise KeyError(
                     f"tool {self.name} has no parameter {name!r}, only {', '.join(self.parameters) or 'none'}"
                 )
-            if text and schema["properties"][name] is True:  # "anything", without room for words
-                schema["properties"][name] = {"description": text}
-            elif text and schema["properties"][name] is not False:
-                schema["properties"][name]["description"] = text
+            if text and properties[name] is not False:  # `true` is a schema for anything, without room for words
+                known = properties[name] if isinstance(properties[name], Mapping) else {}
+                properties[name] = {**known, "description": text}
+        if properties:
+            schema["properties"] = properties
         return replace(self, description=description, input_schema=schema)
 
     @property
