@@ -6,6 +6,7 @@ The model is a small Llama with SmolLM2's vocabulary; the data have the lengths 
 import contextlib
 import io
 import random
+import sys
 import tempfile
 from collections.abc import Iterator
 
@@ -70,28 +71,21 @@ def run() -> Iterator[Comparison]:
         data = unlearn.train_dataset
         batch = unlearn.data_collator([data[i] for i in range(4)])
         model = unlearn.model
-        width = max(len(e.input_ids) for i in range(4) for e in data[i].examples.values())
-        examples = [data[i].examples[part] for part in data.parts for i in range(4)]
-        ids = torch.tensor([list(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
-        mask = torch.tensor([[1] * len(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
-        labels = ids.masked_fill(mask == 0, -100)
+        plain_inputs = padded([data[i].examples[part] for part in data.parts for i in range(4)])
 
-        def ours(unlearn=unlearn, model=model, batch=batch):
+        def plain(model=model, inputs=plain_inputs):
             model.train()
-            unlearn.compute_loss(model, batch).backward()
-            model.zero_grad()
-
-        def plain(model=model, ids=ids, mask=mask, labels=labels):
-            model.train()
-            model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False).loss.backward()
+            model(**inputs, use_cache=False).loss.backward()
             model.zero_grad()
 
         yield compare(
-            f"{method} step, {int(mask.sum())} tokens", ours, plain, peer_name="plain SFT step, padded to the longest",
+            f"{method} step, {int(plain_inputs['attention_mask'].sum())} tokens",
+            lambda unlearn=unlearn, batch=batch: step(unlearn, unlearn.model, batch), plain, peer_name="plain SFT step, padded to the longest",
             goal=1 / 1.15 if method == "ME+GD" else 1 / 1.1 if method == "IDK+AP" else None,
         )  # fmt: skip
 
     yield against_trl()
+    yield from against_forgetium()
 
     def epoch(**settings):
         unlearn = trainer("ME+GD", 8, **settings)
@@ -106,6 +100,47 @@ def run() -> Iterator[Comparison]:
         "ME+GD epoch, 8 + 8 items", epoch(),
         epoch(me_positions="padded", pad_to=500, max_length=500),
         peer_name="padded to 500 as in the official loader", repeats=3,
+    )  # fmt: skip
+
+
+def step(owner, *inputs) -> None:
+    owner.model.train()
+    loss = owner.compute_loss(*inputs)
+    (loss[0] if isinstance(loss, tuple) else loss).backward()
+    owner.model.zero_grad()
+
+
+def padded(examples) -> dict[str, torch.Tensor]:
+    """Padded to the longest, with labels on the answers."""
+    width = max(len(e.input_ids) for e in examples)
+    ids = torch.tensor([list(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
+    mask = torch.tensor([[1] * len(e.input_ids) + [0] * (width - len(e.input_ids)) for e in examples])
+    labels = ids.masked_fill(mask == 0, -100)
+    for row, example in enumerate(examples):
+        labels[row, : example.prompt_length] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def against_forgetium() -> Iterator[Comparison]:
+    """NPO with the LM loss on the retain set, of the one unlearning library for language models on PyPI that installs beside ours."""
+    try:
+        from forgetium.core.config import UnlearningConfig
+        from forgetium.methods.npo import NPOUnlearner
+    except ImportError:
+        print("not measured: pip install forgetium", file=sys.stderr)
+        return
+    unlearn = trainer("NPO+GD", 4)
+    data = unlearn.train_dataset
+    batch = unlearn.data_collator([data[i] for i in range(4)])
+    forget, retain = (padded([data[i].examples[part] for i in range(4)]) for part in ("forget", "retain"))
+    peer = NPOUnlearner(make_model(), make_tokenizer(), UnlearningConfig(), beta=0.1, retain_weight=1.0)
+    peer.prepare()
+    torch.testing.assert_close(
+        unlearn.compute_loss(unlearn.model, batch), peer.compute_loss(forget, retain)[0], rtol=1e-4, atol=1e-4
+    )
+    yield compare(
+        f"NPO+GD step, {batch['input_ids'].numel()} tokens",
+        lambda: step(unlearn, unlearn.model, batch), lambda: step(peer, forget, retain), peer_name="forgetium",
     )  # fmt: skip
 
 
@@ -135,14 +170,9 @@ def against_trl() -> Comparison:
     )  # fmt: skip
     theirs = next(iter(peer.get_train_dataloader()))
 
-    def step(owner, inputs):
-        owner.model.train()
-        owner.compute_loss(owner.model, inputs).backward()
-        owner.model.zero_grad()
-
     return compare(
         f"DPO step with a reference, {batch['input_ids'].numel()} tokens",
-        lambda: step(unlearn, batch), lambda: step(peer, theirs), peer_name="TRL's DPOTrainer",
+        lambda: step(unlearn, unlearn.model, batch), lambda: step(peer, peer.model, theirs), peer_name="TRL's DPOTrainer",
     )  # fmt: skip
 
 

@@ -254,6 +254,39 @@ def test_compiles_and_runs_under_autocast():
         assert losses.uniform_divergence_rows(logits).dtype == torch.float32
 
 
+def test_shapes_that_would_broadcast_and_labels_outside_the_vocabulary_are_refused():
+    four, one, column = torch.zeros(4), torch.zeros(1), torch.zeros(4, 1)
+    npo, dpo, ap, simnpo = (inspect.unwrap(f) for f in (losses.npo, losses.dpo, losses.ap, losses.simnpo))
+    with pytest.raises(ValueError, match=r"got nll \(4,\), ref_nll \(1,\)"):
+        npo(four, one)
+    with pytest.raises(ValueError, match="same shape"):
+        dpo(four, four, one, four)
+    with pytest.raises(ValueError, match="same shape"):
+        ap(four, column)
+    with pytest.raises(ValueError, match="same shape"):
+        simnpo(four, torch.ones(1, dtype=torch.long))
+    logits = torch.zeros(1, 3, 5)
+    with pytest.raises(ValueError, match="labels must be token ids below the vocabulary's 5, or -100, got 7 to 7"):
+        losses.sequence_nll(logits, torch.full((1, 3), 7))
+    with pytest.raises(ValueError, match="got -1 to -1"):
+        losses.token_mean_nll(logits, torch.full((1, 3), -1))
+    with pytest.raises(TypeError, match=r"labels \(integers\) or a mask"):
+        inspect.unwrap(losses.me)(logits, torch.ones(1, 3))
+
+
+def test_llmu_is_ascent_with_other_answers_and_kl():
+    """The official code's undocumented LLMU, from the losses: forget answers, retain answers to forget questions, KL on retain."""
+    forget, mismatch, retain = part("forget"), part("mismatch"), part("retain")
+    expected = GOLDEN["combos"]["LLMU"]
+    regularizer = losses.token_mean_nll(mismatch["logits"], mismatch["labels"]) + losses.kl(
+        retain["logits"], retain["ref"], everything(retain)
+    )
+    ascent = losses.ga(forget["logits"], forget["labels"])
+    assert ascent.item() == pytest.approx(expected["forget"], abs=1e-9)
+    assert regularizer.item() == pytest.approx(expected["reg"], abs=1e-9)
+    assert (ascent + regularizer).item() == pytest.approx(expected["total"], abs=1e-9)
+
+
 def test_wrong_use_is_named():
     z = torch.zeros(1, 3, 4)
     with pytest.raises(ValueError, match="direction must be"):

@@ -435,7 +435,7 @@ class UnlearnCollator:
             "targets": torch.tensor(targets, dtype=torch.long),
             "answer": torch.tensor(answer, dtype=torch.bool),
             "sequence": torch.tensor(sequence, dtype=torch.long),
-            "counts": torch.tensor([counts[part] for part in self.parts], dtype=torch.float64),
+            "counts": torch.tensor([counts[part] for part in self.parts], dtype=torch.float32),
             "part_rows": [counts[part][1] for part in self.parts],
             "part_sequences": [counts[part][2] for part in self.parts],
             "part_tokens": [tokens[part] for part in self.parts],

@@ -22,10 +22,12 @@ if TYPE_CHECKING:
 
 FORGET_AUTHORS = (0, 1)
 RETAIN_AUTHORS = (2, 3)
-METHODS = ("GA", "ME+GD", "IDK+GD", "IDK+AP")
+METHODS = ("GA", "ME+GD", "IDK+AP")
+EPOCHS = 5
 
-# Of the paper's weights ME has 0.1 (TOFU), all others 1.
+# The paper's weights: all 1 but ME's, which is 0.1 on TOFU and 0.5 on real people. The short demonstration takes the larger one.
 FORGET_COEFF = {"ME": 0.1}
+DEMO_COEFF = {"ME": 0.5}
 
 _REFUSAL_WORDS = (
     "not know", "cannot", "unable", "no information", "unknown", "no answer", "not able", "no idea", "not familiar",
@@ -92,6 +94,7 @@ def unlearned(
     seed: int,
     epochs: int,
     learning_rate: float = 2e-3,
+    coefficients: Mapping[str, float] = FORGET_COEFF,
     **settings: Any,
 ) -> Any:
     """Within: `model` with an adapter that unlearned `forget`. After: `model` as it was."""
@@ -104,7 +107,7 @@ def unlearned(
         args = UnlearnConfig(
             output_dir=folder,
             method=method,
-            forget_coeff=FORGET_COEFF.get(method.partition("+")[0], 1.0),
+            forget_coeff=coefficients.get(method.partition("+")[0], 1.0),
             seed=derive_seed(seed, "unlearn") % 2**31,
             learning_rate=learning_rate,
             num_train_epochs=epochs,
@@ -182,7 +185,7 @@ def demo(*, seed: int, progress: Progress) -> Report:
     """Teach 4 authors, forget 2 of them by each of `METHODS`."""
     from chapbook_shared.report import Report
 
-    report = Report("llm-unlearn", method="ME+GD and IDK+AP", baseline="GA and IDK+GD", seed=seed)
+    report = Report("llm-unlearn", method="ME+GD and IDK+AP", baseline="GA", seed=seed)
     forget, retain = author_items(FORGET_AUTHORS), author_items(RETAIN_AUTHORS)
     sets = {"forget": forget, "retain": retain}
     results: dict[str, dict[str, Measured]] = {}
@@ -194,13 +197,15 @@ def demo(*, seed: int, progress: Progress) -> Report:
         task.advance()
         for method in METHODS:
             task.describe(f"unlearning by {method}")
-            with unlearned(model, tokenizer, method, forget, retain, seed=seed, epochs=4) as changed:
+            with unlearned(
+                model, tokenizer, method, forget, retain, seed=seed, epochs=EPOCHS, coefficients=DEMO_COEFF
+            ) as changed:
                 results[method] = measure(changed, tokenizer, sets)
             task.advance()
     _claims(report, results)
-    columns = ("probability", "rouge", "key", "idk", "token_entropy")
+    columns = ("probability", "rouge", "key", "wrong", "idk", "token_entropy")
     report.table(
-        "After 8 steps of 4 forget and 4 retain items",
+        f"After {EPOCHS * len(forget) // 4} steps of 4 forget and 4 retain items",
         ["method", "FE (P, ROUGE)", *(f"{part} {c.replace('_', ' ')}" for part in sets for c in columns)],
         [
             [name, efficacy(r["forget"]), *(r[part].get(c, 0.0) for part in sets for c in columns)]
@@ -241,39 +246,36 @@ def trade_off(results: Mapping[str, Iterable[dict[str, Measured]]]) -> Any:
 
 
 def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
-    # A minute with a model of 135 million parameters settles none of these, whichever way it comes out: every claim is declared
-    # beyond the scale. `benchmarks/evidence.py` runs them with all methods and three seeds.
     taught = results["taught"]
-    cut = {name: r["forget"]["probability"] for name, r in results.items() if name != "taught"}
+    cut = {name: results[name]["forget"]["probability"] for name in ("GA", "ME+GD")}
     report.claim(
-        "Every method cuts the probability of the forgotten answers",
-        expected=f"below the taught model's {taught['forget']['probability']:.2f}",
+        "GA and ME+GD at least halve the probability of the forgotten answers",
+        expected=f"at most half of the taught model's {taught['forget']['probability']:.2f}",
         measured=", ".join(f"{name} {value:.2f}" for name, value in cut.items()),
-        holds=all(value < taught["forget"]["probability"] for value in cut.values()),
-        within_scale=False,
+        holds=max(cut.values()) <= 0.5 * taught["forget"]["probability"],
     )
-    ga, me = results["GA"]["retain"], results["ME+GD"]["retain"]
+    kept = taught["retain"]["probability"]
+    ga, me = results["GA"]["retain"]["probability"], results["ME+GD"]["retain"]["probability"]
     report.claim(
         "Gradient ascent alone destroys what should be kept, ME+GD keeps it",
-        expected="retain probability: GA far below ME+GD",
-        measured=f"GA {ga['probability']:.2f}, ME+GD {me['probability']:.2f}, taught {taught['retain']['probability']:.2f}",
-        holds=ga["probability"] < 0.5 * me["probability"],
-        within_scale=False,
-    )
-    gd, ap = results["IDK+GD"], results["IDK+AP"]
-    report.claim(
-        "IDK+GD refuses retain questions too; IDK+AP does so less",
-        expected="refusals on the retain set: IDK+AP below IDK+GD, while it refuses on the forget set",
-        measured=f"IDK+GD {gd['retain']['idk']:.2f} (forget {gd['forget']['idk']:.2f}), IDK+AP {ap['retain']['idk']:.2f} (forget {ap['forget']['idk']:.2f})",
-        holds=ap["retain"]["idk"] < gd["retain"]["idk"] and ap["forget"]["idk"] > 0.5,
-        within_scale=False,
+        expected=f"retain probability of the taught model's {kept:.2f}: below a tenth after GA, more than half after ME+GD",
+        measured=f"GA {ga:.2g}, ME+GD {me:.2f}",
+        holds=ga < 0.1 * kept and me > 0.5 * kept,
     )
     key = results["ME+GD"]["forget"]["key"]
     report.claim(
         "After ME+GD greedy answers no longer hold the secret",
-        expected=f"well below the taught model's {taught['forget']['key']:.2f}",
+        expected=f"at most half of the taught model's {taught['forget']['key']:.2f}",
         measured=f"{key:.2f}",
         holds=key <= 0.5 * taught["forget"]["key"],
+    )
+    ap = results["IDK+AP"]
+    # Refusing takes more steps than a minute has; `benchmarks/evidence.py` takes them, and compares with IDK+GD.
+    report.claim(
+        "IDK+AP refuses forget questions and goes on answering retain questions",
+        expected="refusals: at least half of the forget set, at most a tenth of the retain set",
+        measured=f"forget {ap['forget']['idk']:.2f}, retain {ap['retain']['idk']:.2f}",
+        holds=ap["forget"]["idk"] >= 0.5 and ap["retain"]["idk"] <= 0.1,
         within_scale=False,
     )
 

@@ -70,6 +70,7 @@ def npo(
 ) -> Float[Tensor, " *reduced"]:
     """Negative preference optimisation, (2/beta) softplus(beta log(p/p_0)) (eq. 3)."""
     _check_beta(beta)
+    _check_sequences(nll=nll, ref_nll=ref_nll)
     return _reduce(softplus(-beta * (nll - ref_nll)) * (2 / beta), reduction)
 
 
@@ -84,6 +85,9 @@ def dpo(
 ) -> Float[Tensor, " *reduced"]:
     """DPO on forget questions: the refusal is preferred to the answer. Carries the factor 2/beta of NPO (eq. 4)."""
     _check_beta(beta)
+    _check_sequences(
+        nll_answer=nll_answer, nll_refusal=nll_refusal, ref_nll_answer=ref_nll_answer, ref_nll_refusal=ref_nll_refusal
+    )
     margin = (nll_answer - nll_refusal) - (ref_nll_answer - ref_nll_refusal)
     return _reduce(softplus(-beta * margin) * (2 / beta), reduction)
 
@@ -100,6 +104,7 @@ def ap(
     The gradient is w (grad nll_answer - grad nll_refusal) with w = 1 / (1 + (p(y) / p(y_idk))^beta): it fades as the answer wins (eq. 11).
     """
     _check_beta(beta)
+    _check_sequences(nll_answer=nll_answer, nll_refusal=nll_refusal)
     return _reduce(softplus(-beta * (nll_refusal - nll_answer)) / beta, reduction)
 
 
@@ -113,6 +118,7 @@ def simnpo(
 ) -> Float[Tensor, " *reduced"]:
     """SimNPO (Fan et al. 2024, eq. 4): NPO on length-normalised likelihoods, without a reference model. `lengths` in tokens."""
     _check_beta(beta)
+    _check_sequences(nll=nll, lengths=lengths)
     return _reduce(softplus(gamma - beta * nll / lengths.clamp(min=1)) * (2 / beta), reduction)
 
 
@@ -309,12 +315,19 @@ def _token_nll(logits: Tensor, labels: Tensor, chunk: int | None) -> Tensor:
     """(batch, time) NLL of each supervised token at the position that predicts it, 0 elsewhere."""
     mask = answer_positions(_same_grid(labels, logits, "labels"))
     targets = torch.roll(labels, -1, dims=1)[mask]
+    vocab = logits.shape[-1]
+    if targets.numel() and not 0 <= int(targets.min()) <= int(targets.max()) < vocab:
+        raise ValueError(
+            f"labels must be token ids below the vocabulary's {vocab}, or {IGNORE}, got {int(targets.min())} to {int(targets.max())}"
+        )
     rows = nll_rows(logits[mask], targets, chunk=chunk)
     return _scatter(rows, mask)
 
 
 def _mask(positions: Tensor, logits: Tensor) -> Tensor:
     _same_grid(positions, logits, "positions")
+    if positions.is_floating_point():
+        raise TypeError(f"positions must be labels (integers) or a mask (booleans), got {positions.dtype}")
     return positions if positions.dtype == torch.bool else answer_positions(positions)
 
 
@@ -349,6 +362,14 @@ def _reduce(values: Tensor, reduction: Reduction) -> Tensor:
 def _check_beta(beta: float) -> None:
     if not (beta > 0 and math.isfinite(beta)):
         raise ValueError(f"beta must be positive and finite, got {beta!r}")
+
+
+def _check_sequences(**values: Tensor) -> None:
+    """One number a sequence each: shapes that would broadcast are a mistake."""
+    shapes = {name: tuple(value.shape) for name, value in values.items()}
+    if any(len(shape) != 1 for shape in shapes.values()) or len(set(shapes.values())) > 1:
+        listed = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
+        raise ValueError(f"all must have one entry a sequence and the same shape (batch,), got {listed}")
 
 
 def _check_rows(logits: Tensor, targets: Tensor) -> None:
