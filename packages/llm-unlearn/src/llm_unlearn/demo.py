@@ -198,7 +198,15 @@ def demo(*, seed: int, progress: Progress) -> Report:
         for method in METHODS:
             task.describe(f"unlearning by {method}")
             with unlearned(
-                model, tokenizer, method, forget, retain, seed=seed, epochs=EPOCHS, coefficients=DEMO_COEFF
+                model,
+                tokenizer,
+                method,
+                forget,
+                retain,
+                seed=seed,
+                epochs=EPOCHS,
+                learning_rate=3e-3,
+                coefficients=DEMO_COEFF,
             ) as changed:
                 results[method] = measure(changed, tokenizer, sets)
             task.advance()
@@ -257,10 +265,10 @@ def _claims(report: Report, results: Mapping[str, dict[str, Measured]]) -> None:
     kept = taught["retain"]["probability"]
     ga, me = results["GA"]["retain"]["probability"], results["ME+GD"]["retain"]["probability"]
     report.claim(
-        "Gradient ascent alone destroys what should be kept, ME+GD keeps it",
-        expected=f"retain probability of the taught model's {kept:.2f}: below a tenth after GA, more than half after ME+GD",
+        "Gradient ascent alone damages what should be kept, ME+GD keeps it",
+        expected=f"retain probability: ME+GD more than half of the taught model's {kept:.2f}, GA less than half of ME+GD's",
         measured=f"GA {ga:.2g}, ME+GD {me:.2f}",
-        holds=ga < 0.1 * kept and me > 0.5 * kept,
+        holds=me > 0.5 * kept and ga < 0.5 * me,
     )
     key = results["ME+GD"]["forget"]["key"]
     report.claim(
