@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from chapbook_shared.jobs import Store
 from chapbook_shared.media import write_video
 from chapbook_shared.progress import Progress
 from chapbook_shared.report import Report
@@ -302,8 +303,10 @@ def _captions(report: Report, seed: int) -> None:
     with tempfile.TemporaryDirectory() as scratch:
         clips = hod_clips(Path(scratch), derive_seed(seed, "captions"))
         pipeline = HODPipeline(ColorDetector())
-        result = pipeline.run([entry for entry, _ in clips], Path(scratch) / "hod.sqlite", workers=2)
-        records = [pipeline.describe(entry) for entry, _ in clips]
+        store = Path(scratch) / "hod.sqlite"
+        result = pipeline.run([entry for entry, _ in clips], store, workers=2)
+        with Store(store, read_only=True) as stored:
+            records = [record for _, record in stored.items()]
         right, facts = 0, 0
         for record, (_, perfect) in zip(records, clips, strict=True):
             seen, true = _facts(Trajectory.from_record(record["trajectory"])), _facts(perfect)
