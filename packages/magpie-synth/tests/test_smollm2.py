@@ -70,13 +70,13 @@ def test_no_heading_comes_first_when_it_is_suppressed(local):
 def test_openvino_draws_like_users_too_and_goes_on_where_it_was(tmp_path):
     model = OpenVINOModel.smollm2(batch_size=8)
     made = Magpie(model, **SHORT)
-    first = made.run(tmp_path / "a", rows=10)
+    first = made.run(tmp_path / "a", rows=8)
     before = {row.id: row.to_dict() for row in first.rows()}
-    whole = made.run(tmp_path / "a", rows=40, turns=2)
+    whole = made.run(tmp_path / "a", rows=24, turns=2)
     assert {id: row.instruction for id, row in ((r.id, r) for r in whole.rows()) if id in before} == {
         id: row["instruction"] for id, row in before.items()
     }
-    unbroken = made.run(tmp_path / "b", rows=40, turns=2)
+    unbroken = made.run(tmp_path / "b", rows=24, turns=2)
     texts = [{r["id"]: r["raw_instruction"] for r in run.instructions()} for run in (whole, unbroken)]
     assert texts[0] == texts[1]
     assert max(row.turns for row in whole.rows()) == 2
