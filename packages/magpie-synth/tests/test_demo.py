@@ -12,5 +12,5 @@ def test_nothing_is_lost_and_every_claim_is_told(tmp_path):
     report = evidence(tmp_path / "run", sizes, seed=1, progress=Progress(enabled=False), conclusive=False)
     assert len(report.claims) == 5
     assert report.claims[0].status == "holds"
-    assert [table.title for table in report.tables][0] == "Prompts"
+    assert report.tables[0].title == "Prompts"
     assert len(report.figures) == 2
