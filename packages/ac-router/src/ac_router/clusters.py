@@ -122,13 +122,13 @@ def cluster_statistics(
     """
     hidden = hidden.detach()
     accumulate = torch.promote_types(hidden.dtype, torch.float32)
-    # Row `num_experts` takes the tokens that do not count and is dropped.
+    # Row `num_experts` of all sums takes the tokens that do not count, and is dropped at the end.
     labels = torch.where((labels >= 0) & (labels < num_experts), labels, num_experts)
     reactive = hidden.device.type == "cpu" and not torch.compiler.is_compiling()
     if not reactive:  # Looking first would synchronise the device, or break the graph.
         labels = torch.where(_finite_rows(hidden), labels, num_experts)
     sums = _sums(hidden, labels, num_experts, accumulate)
-    if reactive and not _all_finite(sums):
+    if reactive and not _all_finite(sums[:-1]):
         finite = _finite_rows(hidden)
         if not bool(finite[labels < num_experts].all()):
             warnings.warn("tokens with NaN or infinite features are left out of the cluster statistics", stacklevel=2)
@@ -137,8 +137,8 @@ def cluster_statistics(
             accumulate = torch.float64  # Finite tokens whose sum overflowed.
         sums = _sums(hidden, labels, num_experts, accumulate)
 
-    counts = torch.zeros(num_experts + 1, dtype=torch.int64, device=hidden.device)
-    count = counts.index_add_(0, labels, torch.ones_like(labels, dtype=torch.int64))[:-1].to(accumulate)
+    count = torch.zeros(num_experts + 1, dtype=torch.int64, device=hidden.device)
+    count = count.index_add_(0, labels, torch.ones_like(labels)).to(accumulate)
     if process_group is not None:
         both = _all_reduce(torch.cat([sums, count[:, None]], dim=1), process_group)
         sums, count = both[:, :-1], both[:, -1]
@@ -148,14 +148,14 @@ def cluster_statistics(
         spread = _pairwise_sums(hidden, labels, mean, count) / (members * (members - 1) / 2).clamp(min=1)
     else:
         deviations = _deviation_sums(hidden, labels, mean, squared=dispersion == "variance")
-        if reactive and not _all_finite(deviations):  # Overflowed.
+        if reactive and not _all_finite(deviations[:-1]):  # Overflowed.
             deviations = _deviation_sums(hidden, labels, mean.double(), squared=dispersion == "variance")
         if process_group is not None:
             deviations = _all_reduce(deviations, process_group)
         spread = deviations / members
     result = torch.promote_types(hidden.dtype, torch.float32)
     # Finite, so that 1 / dispersion is not 0.
-    return ClusterStatistics(count.to(result), spread.clamp(max=torch.finfo(result).max).to(result))
+    return ClusterStatistics(count[:-1].to(result), spread[:-1].clamp(max=torch.finfo(result).max).to(result))
 
 
 @torch.no_grad()
@@ -175,11 +175,11 @@ def weights_from_dispersion(
     """
     chosen = eligible[..., None]
     clusters = eligible.sum(-1)[..., None, None].clamp(min=1)
-    weights = 1 / (dispersion + eps)
+    weights = torch.where(chosen, 1 / (dispersion + eps), 0.0)
 
     def mean(values: Tensor) -> Tensor:
         """Of each feature, over the eligible clusters."""
-        return (values * chosen).sum(-2, keepdim=True) / clusters
+        return values.sum(-2, keepdim=True) / clusters
 
     overall = mean(weights).mean(-1, keepdim=True)
     if clip is not None:
@@ -192,7 +192,7 @@ def weights_from_dispersion(
         weights = weights / mean(weights).mean(-1, keepdim=True)
     elif norm == "cluster":
         weights = weights / weights.mean(-1, keepdim=True)
-    return torch.where(chosen, weights, torch.ones_like(weights))
+    return torch.where(chosen, weights, 1.0)
 
 
 def eligible_clusters(
@@ -279,33 +279,30 @@ def _sums(hidden: Tensor, labels: Tensor, num_experts: int, dtype: torch.dtype) 
     sums = torch.zeros(num_experts + 1, hidden.shape[1], dtype=dtype, device=hidden.device)
     for block, label in _blocks(hidden, labels):
         sums.index_add_(0, label, block.to(dtype))
-    return sums[:-1]
+    return sums
 
 
 def _deviation_sums(hidden: Tensor, labels: Tensor, mean: Tensor, *, squared: bool) -> Tensor:
-    # A row of zeros as the mean of the tokens that do not count.
-    mean = torch.cat([mean, mean.new_zeros(1, mean.shape[1])])
     sums = torch.zeros_like(mean)
     for block, label in _blocks(hidden, labels):
         deviation = mean.index_select(0, label).sub_(block)  # In place, and its sign does not matter.
         sums.index_add_(0, label, deviation.square_() if squared else deviation.abs_())
-    return sums[:-1]
+    return sums
 
 
 def _pairwise_sums(hidden: Tensor, labels: Tensor, mean: Tensor, count: Tensor) -> Tensor:
     """Sum of |h_i - h_j| over the pairs of members: in sorted order, member r (from 0) of n enters 2r - n + 1 times."""
-    tokens, experts = hidden.shape[0], mean.shape[0]
-    mean = torch.cat([mean, mean.new_zeros(1, mean.shape[1])])
+    tokens = hidden.shape[0]
     # float64: the coefficients reach the number of tokens, and the terms nearly cancel.
     values, by_value = (hidden - mean.index_select(0, labels)).double().sort(dim=0)
     sorted_labels, by_cluster = labels[by_value].sort(dim=0, stable=True)
     values = values.gather(0, by_cluster)
-    sizes = torch.cat([count, (tokens - count.sum())[None]]).double()
+    sizes = count.double()
     starts = sizes.cumsum(0) - sizes
     position = torch.arange(tokens, device=hidden.device, dtype=torch.float64)[:, None]
     entering = 2 * (position - starts[sorted_labels]) - sizes[sorted_labels] + 1
-    sums = torch.zeros(experts + 1, hidden.shape[1], dtype=torch.float64, device=hidden.device)
-    return sums.scatter_add_(0, sorted_labels, entering * values)[:-1]
+    sums = torch.zeros_like(mean, dtype=torch.float64)
+    return sums.scatter_add_(0, sorted_labels, entering * values)
 
 
 def _all_reduce(values: Tensor, process_group: ProcessGroup) -> Tensor:
