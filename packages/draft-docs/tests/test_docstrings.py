@@ -2,6 +2,8 @@ from textwrap import dedent
 
 import docstring_parser
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from draft_docs.sources.docstrings import rewrite_docstring
 
@@ -92,3 +94,24 @@ def test_what_is_written_is_read_back():
         read = docstring_parser.parse(rewrite_docstring(old, "New.", {"x": "new words"}))
         assert read.short_description == "New."
         assert any("x" in p.arg_name and p.description == "new words" for p in read.params)
+
+
+STYLES = {
+    "google": "Old.\n\nArgs:\n    a (int): x\n    b: y\n\nReturns:\n    z",
+    "numpy": "Old.\n\nParameters\n----------\na : int\n    x\nb\n    y\n\nReturns\n-------\nint\n    z",
+    "rest": "Old.\n\n:param int a: x\n:param b: y\n:returns: z",
+    "none": "Old.",
+}
+line = st.text("abc d.-", min_size=1, max_size=12).map(str.strip).filter(lambda text: text and text[0] != "-")
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.sampled_from(sorted(STYLES)), line, line, line)
+def test_what_is_written_is_read_back_and_writing_it_again_changes_nothing(style, description, a, b):
+    words = {"a": a, "b": b, "c": "new one"}
+    new = rewrite_docstring(STYLES[style], description, words)
+    read = docstring_parser.parse(new)
+    assert read.description.strip() == description
+    assert {parameter.arg_name: parameter.description for parameter in read.params} == words
+    assert style == "none" or "z" in (read.returns.description, read.returns.type_name)
+    assert rewrite_docstring(new, description, words) == new

@@ -2,7 +2,7 @@ import asyncio
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from draft_docs.sources.openai_tools import OpenAIToolsSource, replace_strings
@@ -119,3 +119,32 @@ def test_a_byte_order_mark_null_texts_and_true_schemas_are_kept_or_filled():
     assert source.rewritten({"a": tool}) == text
     new = source.rewritten({"a": tool.with_docs("Finds.", {"x": "what", "y": "nothing"})})
     assert new == text.replace("null", '"Finds."').replace("true", '{"description": "what"}')
+
+
+words = st.text(st.characters(exclude_categories=("Cs",)), max_size=20)
+parameter = st.fixed_dictionaries(
+    {}, optional={"type": st.just("string"), "description": words, "enum": st.lists(words)}
+)
+listed = st.lists(
+    st.tuples(words, st.dictionaries(st.text(min_size=1, max_size=5), parameter, max_size=3), st.booleans())
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(listed, st.sampled_from([None, 0, 3]), st.booleans(), words)
+def test_any_file_comes_back_with_its_words_and_nothing_else_changed(tools, indent, is_ascii, new):
+    document = []
+    for i, (text, properties, is_nested) in enumerate(tools):
+        function = {"name": f"t{i}", "description": text, "parameters": {"type": "object", "properties": properties}}
+        document.append({"type": "function", "function": function} if is_nested else function)
+    text = json.dumps(document, indent=indent, ensure_ascii=is_ascii)
+    source = OpenAIToolsSource(text)
+    assert source.rewritten({tool.name: tool for tool in source.tools}) == text
+    refined = {tool.name: tool.with_docs(new, dict.fromkeys(tool.parameters, new)) for tool in source.tools}
+    expected = json.loads(text)
+    for entry in expected:
+        function = entry.get("function", entry)
+        function["description"] = new
+        for schema in function["parameters"]["properties"].values() if new else ():
+            schema["description"] = new
+    assert json.loads(source.rewritten(refined)) == expected

@@ -1,3 +1,4 @@
+import ast
 import importlib.util
 import subprocess
 
@@ -72,3 +73,11 @@ def test_what_has_no_source_is_refused(module):
     source = CallableSource([len])
     with pytest.raises(ValueError, match="len has no source file"):
         rewritten_files(source.functions, {"len": source.tools[0].with_docs("Other words.")})
+
+
+@pytest.mark.parametrize(
+    "words", ['"""', 'a "quoted" end"', "back\\\\slash\\", '\\"', "zero\x00 width\u200b", '"" """" """']
+)
+def test_any_words_become_a_literal(words):
+    source = with_docstrings("def f():\n    return 1\n", {("f",): words})
+    assert ast.get_docstring(ast.parse(source).body[0], clean=False) == words.replace("\x00", "").replace("\u200b", "")

@@ -11,6 +11,7 @@ from typing import Any
 
 from chapbook_shared.jobs import atomic_write
 from chapbook_shared.validate import import_extra
+from draft_docs.redact import visible
 from draft_docs.sources.callables import docstring_for
 from draft_docs.tools import ToolSpec
 
@@ -121,13 +122,15 @@ def _documented(cst: Any, function: Any, docstring: str, depth: int) -> Any:
 
 
 def _literal(docstring: str, indent: str) -> str:
-    """A string literal whose value is the docstring, indented as PEP 257 has it."""
-    lines = docstring.splitlines()
+    """A string literal whose value is the docstring, indented as PEP 257 has it, without characters that no reader would see."""
+    lines = visible(docstring).splitlines()
     text = "\n".join([lines[0], *(f"{indent}{line}" if line.strip() else "" for line in lines[1:])]) if lines else ""
     if len(lines) > 1:
         text += f"\n{indent}"
-    escaped = text.replace("\\", "\\\\").replace('"""', '\\"\\"\\"')
-    if escaped.endswith('"'):
+    escaped = text.replace("\\", "\\\\")
+    if '"""' in text:
+        escaped = escaped.replace('"', '\\"')
+    elif text.endswith('"'):
         escaped = f'{escaped[:-1]}\\"'
     literal = f'"""{escaped}"""'
     assert ast.literal_eval(literal) == text

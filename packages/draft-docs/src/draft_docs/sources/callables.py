@@ -79,7 +79,7 @@ def tool_of(function: Callable[..., Any], name: str, hints: Hints) -> ToolSpec:
         if parameter.arg_name in schema["properties"] and parameter.description:
             schema["properties"][parameter.arg_name]["description"] = parameter.description
     source = f"{function.__module__}.{getattr(function, '__qualname__', name)}"
-    return ToolSpec(name, doc.description or "", schema, hints, source)
+    return ToolSpec(name, (doc.description or "").strip(), schema, hints, source)
 
 
 def docstring_for(function: Callable[..., Any], tool: ToolSpec) -> str:
