@@ -453,6 +453,19 @@ def test_weights_offloaded_to_disk(family, tmp_path):
     assert torch.equal(model.generate(ids, **options), plain.generate(ids, **options))
 
 
+def test_a_patched_model_can_be_offloaded_without_its_buffers():
+    accelerate = pytest.importorskip("accelerate")
+    ids = batch()
+    expected = patch_model(make(), stats="batch")(ids).logits
+    model = accelerate.cpu_offload(patch_model(make(), stats="batch"), execution_device="cpu")
+    torch.testing.assert_close(model(ids).logits, expected)
+    model = accelerate.cpu_offload(patch_model(make(), stats="batch"), execution_device="cpu", offload_buffers=True)
+    with pytest.raises(
+        RuntimeError, match=r"running averages are on the meta device .*patch a model after it is dispatched"
+    ):
+        model(ids)
+
+
 def test_every_way_to_generate_gives_the_same_text():
     model, draft = patch_model(make().train()), make(seed=4)
     model(batch(size=(4, 16)))

@@ -231,6 +231,11 @@ class AdaptiveWeights(nn.Module):
         `gates`: mix the weights of the k previous experts by these. `shape`: (batch, length), for causal statistics. `record`: this
         layer's in this forward pass. `statistics`: in place of this batch's own.
         """
+        if self.ema_count.is_meta and not hidden.is_meta:
+            raise RuntimeError(
+                "the running averages are on the meta device (offloaded by accelerate with offload_buffers=True, perhaps): patch a "
+                "model after it is dispatched, or leave buffers where they are"
+            )
         prev = prev.to(hidden.device)
         if self.stats == "causal":
             return self._weigh_causally(hidden, prev, mask, shape), None
