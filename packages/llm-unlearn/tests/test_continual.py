@@ -68,6 +68,28 @@ def test_an_interrupted_run_ends_in_the_same_weights(run, tmp_path, step):
     assert not list((tmp_path / "broken").glob("*.work"))
 
 
+def test_death_between_the_last_steps_of_a_task(run, tmp_path, tiny, monkeypatch):
+    """After the model is saved, moved, or written down as done: nothing is lost and nothing left behind."""
+    from llm_unlearn import continual
+
+    tasks = [Task("one", tiny.make_items(0, 1))]
+    whole = run("whole", tasks=tasks)
+
+    def die(*args, **kwargs):
+        raise KeyboardInterrupt
+
+    for place in ("os.replace", "_write_state", "shutil.rmtree"):
+        owner, _, name = place.rpartition(".")
+        with monkeypatch.context() as patch:
+            patch.setattr(getattr(continual, owner) if owner else continual, name, die)
+            with pytest.raises(KeyboardInterrupt):
+                run(place, tasks=tasks)
+        assert run(place, tasks=tasks) == whole
+        ours, theirs = weights(tmp_path / place / "one"), weights(tmp_path / "whole" / "one")
+        assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
+        assert not list((tmp_path / place).glob("*.work"))
+
+
 @pytest.mark.slow
 def test_kill_9_then_resume(run, tmp_path):
     """The process dies for real in the second task; another one finishes the job."""

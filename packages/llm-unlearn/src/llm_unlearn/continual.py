@@ -73,6 +73,9 @@ def run_tasks(
     for k, (task, forget) in enumerate(prepared):
         if k < len(records):
             logger.info("task %s is done", task.name)
+            shutil.rmtree(
+                output / f"{task.name}.work", ignore_errors=True
+            )  # of a run that died before it had cleared up
             continue
         later = [item for _, items in prepared[k + 1 :] for item in items]
         model = _start(load_model, output, records, peft_config)

@@ -46,6 +46,8 @@ def add_reference_adapter(model: Any) -> None:
     """Copy a trained adapter to a second, frozen one, which then stands for the model as it is now."""
     active = model.active_adapter
     if isinstance(active, list):
+        if len(active) != 1:
+            raise ValueError(f"one adapter must be active to be unlearned and kept as the reference, got {active!r}")
         (active,) = active
     model.add_adapter(REFERENCE_ADAPTER, copy.deepcopy(model.peft_config[active]))
     values = {name: p.detach() for name, p in model.named_parameters() if f".{active}." in name}
