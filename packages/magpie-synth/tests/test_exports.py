@@ -151,8 +151,11 @@ def test_trl_trains_on_what_is_exported(run, chatml, tmp_path):
         }
         for row in run.rows()
     ]
+    LlamaForCausalLM(config).save_pretrained(
+        tmp_path / "model"
+    )  # DPO loads its reference model from where the model is
     dpo = DPOTrainer(
-        LlamaForCausalLM(config),
+        LlamaForCausalLM.from_pretrained(tmp_path / "model"),
         args=DPOConfig(str(tmp_path / "dpo"), **common),
         train_dataset=Dataset.from_list(pairs),
         processing_class=chatml,
