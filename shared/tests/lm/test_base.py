@@ -1,8 +1,12 @@
 """What every model gets from its base class."""
 
 import asyncio
+import json
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 
 from chapbook_shared.lm import Budget, Capabilities, CapabilityError, Completion, ResponseCache, Sampling, ScriptedModel
@@ -151,3 +155,53 @@ def test_a_stream_may_be_left():
     next(stream)
     stream.close()
     assert model.complete("p")[0].text == "x"
+
+
+def test_between_two_answers_of_a_stream_the_model_is_free():
+    model = ScriptedModel("hi", complete=lambda prompt, sampling: "x")
+    stream = model.complete_each((f"p{i}", Sampling()) for i in range(200))
+    next(stream)
+    with ThreadPoolExecutor() as others:
+        assert others.submit(model.complete, "p").result(timeout=5)[0].text == "x"
+        assert asyncio.run(asyncio.wait_for(model.achat("p"), timeout=5)).text == "hi"
+        others.submit(stream.close).result(timeout=5)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_coroutines_go_on_in_a_forked_child():
+    model = ScriptedModel("hi")
+    asyncio.run(model.achat("in the parent"))
+    child = os.fork()
+    if child == 0:
+        try:
+            answer = asyncio.run(asyncio.wait_for(model.achat("in the child"), timeout=5))
+            os._exit(0 if answer.text == "hi" else 1)
+        finally:
+            os._exit(2)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def unchecked(**values):
+    """Sampling as plain Python makes it: in these tests the types of its arguments are checked before it is reached."""
+    sampling = Sampling()
+    for name, value in values.items():
+        object.__setattr__(sampling, name, value)
+    sampling.__post_init__()
+    return sampling
+
+
+@pytest.mark.parametrize("name", ["top_k", "seed", "max_tokens", "n", "logprobs"])
+def test_whole_numbers_are_whole(name):
+    with pytest.raises(ValueError, match=f"{name} must be a whole number, got 1.5"):
+        unchecked(**{name: 1.5})
+    json.dumps(vars(unchecked(**{name: np.int64(2)})))
+
+
+@pytest.mark.parametrize(
+    "bias",
+    [{3: -100}, ((-1, 1.0),), ((1.5, 1.0),), ((3, "x"),), ((3,),), ((3, float("nan")),), ((3, float("inf")),), 3],
+)
+def test_a_logit_bias_that_makes_no_sense_is_refused(bias):
+    with pytest.raises(ValueError, match="logit_bias must be pairs of a token id"):
+        unchecked(logit_bias=bias)

@@ -3,6 +3,7 @@
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -73,6 +74,15 @@ def test_its_own_defaults_do_not_leak_in(model):
     answers = model.complete_many(["Word:"] * 3, Sampling(temperature=50.0, max_tokens=3, logprobs=0))
     logprobs = [entry.logprob for (answer,) in answers for entry in answer.logprobs]
     assert min(logprobs) < -8
+
+
+def test_a_logit_bias_is_applied(model):
+    greedy = Sampling(temperature=0, max_tokens=1, logprobs=2)
+    (free,) = model.complete("The capital of France is", greedy)
+    (forbidden,) = model.complete(
+        "The capital of France is", replace(greedy, logit_bias=((free.token_ids[0], float("-inf")),))
+    )
+    assert forbidden.token_ids != free.token_ids
 
 
 @pytest.mark.slow

@@ -770,3 +770,71 @@ def test_a_logit_bias_is_sent_within_the_protocols_bounds():
         (answer,) = model.complete("p", Sampling(logit_bias=((3, float("-inf")), (4, 1.5))))
         assert answer.text == "((3, -100.0), (4, 1.5))"
         assert server.received[-1].body["logit_bias"] == {"3": -100.0, "4": 1.5}
+
+
+def test_a_stream_takes_and_pays_for_no_more_than_it_can_have_under_way():
+    taken = []
+
+    def endless():
+        while True:
+            taken.append(len(taken))
+            yield f"p{len(taken)}", Sampling(seed=1)
+
+    scripted = ScriptedModel(complete=lambda prompt, sampling: str(prompt), name="m")
+    with Server(scripted) as server, OpenAIModel("m", base_url=server.base_url, concurrency=4) as model:
+        stream = model.complete_each(endless())
+        next(stream)
+        time.sleep(0.3)
+        assert len(taken) == 4
+        stream.close()
+        assert server.asked == 4
+        assert model.complete("p", Sampling(seed=1))[0].text == "p"
+
+
+def test_a_stream_whose_model_is_closed_says_so_and_does_not_just_end():
+    scripted = ScriptedModel(complete=lambda prompt, sampling: str(prompt), name="m")
+    with Server(scripted, latency=0.05) as server:
+        for _ in range(5):
+            model = OpenAIModel("m", base_url=server.base_url, concurrency=4)
+            stream = model.complete_each((f"p{i}", Sampling(seed=i)) for i in range(1000))
+            next(stream)
+            threading.Timer(0.02, model.close).start()
+            with pytest.raises(RuntimeError, match="was closed while a request was under way"):
+                list(stream)
+
+
+def test_a_stream_says_at_which_request_the_budget_or_the_requests_ended():
+    def requests():
+        yield from ((f"p{i}", Sampling(seed=i)) for i in range(5))
+        raise KeyError("mine")
+
+    scripted = ScriptedModel(complete=lambda prompt, sampling: str(prompt), name="m")
+    budget = Budget(requests=7)
+    with Server(scripted) as server, OpenAIModel("m", base_url=server.base_url, concurrency=4, budget=budget) as model:
+        seen = []
+        with pytest.raises(KeyError, match="mine"):
+            seen.extend(place for place, _ in model.complete_each(requests()))
+        assert sorted(seen) == [0, 1, 2, 3, 4]
+        with pytest.raises(BudgetExceeded, match="7 requests") as caught:
+            seen.extend(place for place, _ in model.complete_each((f"p{i}", Sampling(seed=i)) for i in range(9)))
+        assert caught.value.index == 2
+        assert sorted(seen) == [0, 0, 1, 1, 2, 3, 4]
+
+
+def test_the_requests_of_a_stream_may_come_from_the_model_itself():
+    scripted = ScriptedModel("q", complete=lambda prompt, sampling: f"{prompt}!", name="m")
+    with Server(scripted) as server, OpenAIModel("m", base_url=server.base_url) as model:
+        stream = model.complete_each((model.chat("ask").text, Sampling()) for _ in range(3))
+        assert [answer.text for _, (answer,) in stream] == ["q!"] * 3
+
+
+def test_retry_after_holds_back_the_next_request_too():
+    with (
+        Server(ScriptedModel("x", name="m"), faults="429:0.6") as server,
+        OpenAIModel("m", base_url=server.base_url, retries=0) as model,
+    ):
+        began = time.monotonic()
+        with pytest.raises(RequestFailed, match="429"):
+            model.chat("p")
+        assert model.chat("p").text == "x"
+        assert time.monotonic() - began >= 0.6

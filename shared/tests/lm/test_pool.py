@@ -1,7 +1,9 @@
 """Facts about several endpoints used as one."""
 
+import time
 from collections import Counter
 from contextlib import ExitStack
+from itertools import islice
 
 import pytest
 
@@ -78,3 +80,45 @@ def test_members_must_serve_one_model():
         ModelPool(models)
     with pytest.raises(ValueError, match="at least one"):
         ModelPool([])
+
+
+def test_retry_after_is_obeyed_across_requests(pool_of):
+    pool, _ = pool_of("429:1", "429:1")
+    began = time.monotonic()
+    with pytest.raises(RequestFailed, match="HTTP 429"):
+        pool.complete("a", Sampling(seed=1))
+    assert pool.complete("b", Sampling(seed=1))[0].text == "b 1"
+    assert time.monotonic() - began >= 1
+
+
+def test_a_sample_that_is_answered_is_not_asked_of_the_next_endpoint(pool_of):
+    pool, servers = pool_of("ok,ok,500", None)
+    single, _ = pool_of(None)
+    sampling = Sampling(n=8, seed=3)
+    assert [a.text for a in pool.complete("p", sampling)] == [a.text for a in single.complete("p", sampling)]
+    assert sum(server.asked for server in servers) == 8
+
+
+def test_an_endpoint_that_dies_and_then_all_of_them(pool_of):
+    pool, servers = pool_of(None, None)
+    stream = pool.complete_each((f"p{i}", Sampling(seed=i)) for i in range(10_000))
+    seen = dict(islice(stream, 20))
+    servers[0].stop()
+    seen |= islice(stream, 180)
+    servers[1].stop()
+    with pytest.raises(RequestFailed, match="gave no answer"):
+        seen.update(stream)  # what came before the failure is in it
+    seen = {place: answer.text for place, (answer,) in seen.items()}
+    assert 200 <= len(seen) <= 200 + pool.concurrency
+    assert seen == {i: f"p{i} {i}" for i in seen}
+    assert sorted(seen) == list(range(len(seen)))
+
+
+def test_a_prompt_has_logprobs_and_bad_arguments_are_named(pool_of):
+    pool, _ = pool_of(None)
+    assert [entry.token for entry in pool.prompt_logprobs("a b")] == ["a", " b"]
+    members = [OpenAIModel("m", base_url="http://127.0.0.1:9/v1")]
+    with pytest.raises(ValueError, match="concurrency must be >= 1, got 0"):
+        ModelPool(members, concurrency=0)
+    with pytest.raises(ValueError, match="pause must be"):
+        ModelPool(members, pause=float("nan"))

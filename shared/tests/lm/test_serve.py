@@ -234,6 +234,10 @@ def test_huggingface_hub_chats_and_streams(server):
         ("chat/completions", {"temperature": -1}, 400, "temperature must be"),
         ("chat/completions", {"top_logprobs": 3}, 400, "top_logprobs needs logprobs"),
         ("chat/completions", {"logit_bias": {"1": 500}}, 400, "logit_bias must map token ids to numbers"),
+        ("completions", {"prompt": "x", "logit_bias": {"1": True}}, 400, "logit_bias must map token ids to numbers"),
+        ("completions", {"prompt": "x", "logit_bias": {"1": "3"}}, 400, "logit_bias must map token ids to numbers"),
+        ("completions", {"prompt": "x", "logit_bias": {"1_0": 3}}, 400, "logit_bias must map token ids to numbers"),
+        ("completions", {"prompt": "x", "logit_bias": []}, 400, "in [-100, 100], got []"),
         ("chat/completions", {"mirostat": 1}, 400, "unsupported field 'mirostat'"),
         (
             "chat/completions",

@@ -241,7 +241,9 @@ class BatchModel(_Checked):
             with self._running:
                 stream.close()
 
-    def _complete_stream(self, requests: Iterator[CompleteRequest]) -> Generator[tuple[int, list[Completion]], None, None]:
+    def _complete_stream(
+        self, requests: Iterator[CompleteRequest]
+    ) -> Generator[tuple[int, list[Completion]], None, None]:
         """Optional: the primitive behind `complete_each`; by default blocks of requests, each as one batch."""
         start = 0
         while block := list(islice(requests, self.stream_block)):
@@ -423,8 +425,8 @@ class AsyncModel(_Checked):
         waiting: Iterator[tuple[Prompt, Sampling] | None] = iter(requests)
         taken = 0
         exhausted = False
-        under_way: dict[int, Future[list[Completion]]] = {}
-        ended: SimpleQueue[int] = SimpleQueue()
+        under_way: dict[Future[list[Completion]], int] = {}
+        ended: SimpleQueue[Future[list[Completion]]] = SimpleQueue()
         failures: dict[int, Exception] = {}
         try:
             while True:
@@ -434,16 +436,18 @@ class AsyncModel(_Checked):
                         if request is None:
                             exhausted = True
                             break
-                        under_way[taken] = self._submit(self._complete(*self._complete_request(*request)))
-                        under_way[taken].add_done_callback(lambda _, place=taken: ended.put(place))
+                        future = self._submit(self._complete(*self._complete_request(*request)))
+                        under_way[future] = taken
                         taken += 1
+                        future.add_done_callback(ended.put)
                     except Exception as error:
                         failures[taken] = error
                 if not under_way:
                     break
-                place = ended.get()
+                future = ended.get()
+                place = under_way.pop(future)
                 try:
-                    answer = under_way.pop(place).result()
+                    answer = future.result()
                 except CancelledError:
                     failures[place] = RuntimeError(f"{self.name} was closed while a request was under way")
                 except Exception as error:
@@ -451,13 +455,13 @@ class AsyncModel(_Checked):
                 else:
                     yield place, answer
             if failures:
-                place, error = min(failures.items(), key=itemgetter(0))
-                error.add_note(f"at request {place} (counted from 0)")
-                if isinstance(error, LanguageModelError | CapabilityError):
-                    error.index = place
-                raise error
+                place, failure = min(failures.items(), key=itemgetter(0))
+                failure.add_note(f"at request {place} (counted from 0)")
+                if isinstance(failure, LanguageModelError | CapabilityError):
+                    failure.index = place
+                raise failure
         finally:
-            for future in under_way.values():
+            for future in under_way:
                 future.cancel()
 
     def score_many(self, requests: Sequence[tuple[Prompt, Sequence[Prompt]]]) -> list[list[Score]]:

@@ -49,8 +49,8 @@ class Settings:
         if any(row.logit_bias for row in rows):
             self.bias = torch.zeros(len(rows), vocabulary, device=device)
             for place, sampling in enumerate(rows):
-                for token, value in sampling.logit_bias:
-                    self.bias[place, token] = value
+                bias = dict(sampling.logit_bias)
+                self.bias[place, list(bias)] = torch.tensor(list(bias.values()), device=device)
         self.counts: Int[Tensor, "rows vocabulary"] | None = None
         self.seen: Bool[Tensor, "rows vocabulary"] | None = None
         if any(row.frequency_penalty or row.presence_penalty for row in rows):

@@ -16,16 +16,22 @@ from typing import Any
 
 from chapbook_shared.lm.protocol import Message, Prompt
 
-_STAND_IN = "\ue000{}\ue001"  # private use characters: no template looks for them
+_OPEN = "\ue000"
+_STAND_IN = _OPEN + "{}\ue001"  # private use characters: no template looks for them
 _STAND_INS = re.compile("\ue000(\\d+)\ue001")
 
 
 class TextCodec:
-    """The text side of a model: `tokenizer` is a transformers tokenizer, `name` is for messages."""
+    """The text side of a model: `tokenizer` is a transformers tokenizer, `name` is for messages.
 
-    def __init__(self, tokenizer: Any, name: str) -> None:
+    Given `vocabulary`, the number of the model's token ids, ids beyond it are refused: the model would fail at them, on some
+    devices without saying why.
+    """
+
+    def __init__(self, tokenizer: Any, name: str, vocabulary: int | None = None) -> None:
         self.tokenizer = tokenizer
         self.name = name
+        self.vocabulary = vocabulary
         self.has_template = bool(getattr(tokenizer, "chat_template", None))
         template = str(tokenizer.chat_template or "") if self.has_template else ""
         self._added = {token.content: (id, token) for id, token in tokenizer.added_tokens_decoder.items()}
@@ -41,16 +47,22 @@ class TextCodec:
     def prompt(self, prompt: Prompt) -> list[int]:
         """Token ids of a raw prompt: what the tokenizer puts before any text (BOS) once, whether or not the text has it."""
         if not isinstance(prompt, str):
-            ids = list(prompt)
-            if not ids:
+            if not len(prompt):
                 raise ValueError("prompt must hold at least one token id, got none")
-            return ids
+            return self.known("prompt", prompt)
         ids = self._with_prefix(self._ids(prompt))
         if ids:
             return ids
         if self.tokenizer.bos_token_id is None:
             raise ValueError(f"prompt is empty and {self.name} has no token that begins a text: pass some text")
         return [self.tokenizer.bos_token_id]
+
+    def known(self, what: str, ids: Sequence[int]) -> list[int]:
+        """The ids, all of them tokens of the model."""
+        if (low := min(ids)) < 0 or (self.vocabulary is not None and max(ids) >= self.vocabulary):
+            most = "" if self.vocabulary is None else f" below the {self.vocabulary} of {self.name}"
+            raise ValueError(f"{what} must hold token ids from 0 on{most}, got {low if low < 0 else max(ids)}")
+        return list(ids)
 
     def chat(self, messages: Sequence[Message]) -> list[int]:
         """Token ids of a conversation, up to where the model's reply begins."""
@@ -69,6 +81,7 @@ class TextCodec:
 
         `markup` also hides what the template writes as markup though no tokenizer calls it special (such as `<think>`).
         """
+        text = text.replace(_OPEN, _STAND_IN.format(len(self._control)))  # what looks like a stand-in is none
         for index, control in enumerate(self._control):
             if control in text and (markup or control in self._special):
                 text = text.replace(control, _STAND_IN.format(index))
@@ -85,7 +98,7 @@ class TextCodec:
         """
         if not isinstance(prompt, str) or not isinstance(choice, str):
             head = self.prompt(prompt)
-            return [*head, *choice], len(head)  # type: ignore[list-item]
+            return head + self.known("choices", choice), len(head)  # type: ignore[arg-type]
         text = prompt + choice
         if self.tokenizer.is_fast:
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
@@ -132,7 +145,7 @@ class TextCodec:
         return ids if ids[: len(self.prefix)] == self.prefix else self.prefix + ids
 
     def _show(self, text: str) -> str:
-        return _STAND_INS.sub(lambda found: self._control[int(found[1])], text)
+        return _STAND_INS.sub(lambda found: [*self._control, _OPEN][int(found[1])], text)
 
     def _ids_with_stand_ins(self, text: str) -> list[int]:
         """Tokenise stretches between the template's own control tokens, those with a stand-in as plain text."""

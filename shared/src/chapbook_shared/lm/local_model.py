@@ -9,6 +9,7 @@ tokens can go either way (rare in float32; never seen in float64).
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -78,7 +79,8 @@ class LocalModel(BatchModel):
         check_int("batch_tokens", batch_tokens, minimum=1)
         self.model = model.eval()
         self.name = name or model.config.name_or_path or type(model).__name__
-        self.text = TextCodec(tokenizer, self.name)
+        self._forward = Forward(model)
+        self.text = TextCodec(tokenizer, self.name, self._forward.vocabulary)
         self.batch_size, self.batch_tokens = batch_size, batch_tokens
         self.stream_block = batch_size
         self.eos_token_ids = frozenset(_end_tokens(model, tokenizer) if eos_token_ids is None else eos_token_ids)
@@ -91,7 +93,6 @@ class LocalModel(BatchModel):
             logprobs=20,
             seed=True,
         )
-        self._forward = Forward(model)
 
     @classmethod
     def from_pretrained(
@@ -170,6 +171,8 @@ class LocalModel(BatchModel):
     def _generate(self, rows: list[_Row]) -> None:
         for row in rows:
             self._check_length(len(row.prompt), row.sampling.max_tokens)
+            if row.sampling.logit_bias:
+                self._check_bias(row.sampling)
         for wave in self._waves(rows):
             self._generate_wave(wave)
 
@@ -271,7 +274,7 @@ class LocalModel(BatchModel):
     def _stopped(self, row: _Row) -> bool:
         # Only what is new can complete a stop string; a token has at least one byte, but for control tokens.
         window = max(len(stop.encode("utf-8")) for stop in row.sampling.stop) + 8
-        recent = self.text.text(row.ids[-window:])
+        recent = self.text.text(row.ids[-window:]) if len(row.ids) > window else self._reply(row)
         return any(stop in recent for stop in row.sampling.stop) and cut_at(self._reply(row), row.sampling.stop)[1]
 
     def _reply(self, row: _Row) -> str:
@@ -297,6 +300,11 @@ class LocalModel(BatchModel):
                 f"prompt and reply must fit into the {most} positions of {self.name}, got a prompt of {prompt} tokens and "
                 f"{reply} to come: shorten the prompt or lower max_tokens"
             )
+
+    def _check_bias(self, sampling: Sampling) -> None:
+        self.text.known("logit_bias", [token for token, _ in sampling.logit_bias])
+        if len({token for token, value in sampling.logit_bias if value == -math.inf}) == self._forward.vocabulary:
+            raise ValueError("logit_bias forbids every token: leave at least one")
 
     @torch.inference_mode()
     def _score_spans(self, requests: list[list[_Span]]) -> None:

@@ -49,7 +49,7 @@ _R = TypeVar("_R")
 
 _CHARACTERS_PER_TOKEN = 3  # few for English, so that estimates are on the high side
 _TOKENS_PER_IMAGE = 1500
-_RETRIED_STATUSES = {408, 409, 425, 429}
+RETRIED_STATUSES = {408, 409, 425, 429}
 _HOPELESS_CODES = {"insufficient_quota", "billing_hard_limit_reached", "invalid_api_key"}
 
 _PENALTY_WINDOW = 2**16  # llama.cpp allocates a buffer of this many tokens; its own default of 64 forgets too soon
@@ -171,7 +171,7 @@ class OpenAIModel(AsyncModel):
         self.cache = ResponseCache(cache) if isinstance(cache, str | Path) else cache
         self._api_key_env = api_key_env
         self._offline = offline
-        self._together = together
+        self.together = together
         self._required = {require_model} if isinstance(require_model, str) else require_model
         self._max_tokens_field = max_tokens_field
         self._extra_body = dict(extra_body or {})
@@ -179,7 +179,7 @@ class OpenAIModel(AsyncModel):
         self._fewest_logprobs = 1 if dialect == "llama.cpp" else 0  # it takes 0 for none at all
         self._proxy = _proxy_for(self.base_url)
         self._connection: _Connection | None = None
-        self._closed_until = 0.0
+        self.closed_until = 0.0
         """Monotonic time before which the server asked not to be called."""
 
     # The verbs
@@ -223,7 +223,7 @@ class OpenAIModel(AsyncModel):
         async def sample(index: int) -> Completion:
             return (await ask(sample_seed(sampling.seed, index), 1))[0]
 
-        if self._together or sampling.n == 1:
+        if self.together or sampling.n == 1:
             return await ask(sampling.seed, sampling.n)
         return await self._many(sample, range(sampling.n), what="sample")
 
@@ -386,6 +386,8 @@ class OpenAIModel(AsyncModel):
                     return self._read(reply, read, bill)
                 except _TryAgain as failure:
                     bill.lost += failure.lost
+                    if failure.wait is not None and failure.wait <= self.max_wait:  # for every request, this one or not
+                        self.closed_until = max(self.closed_until, time.monotonic() + failure.wait)
                     if failure.wait is not None and failure.wait > self.max_wait:
                         raise RequestFailed(
                             f"{self.base_url} asks to wait {failure.wait:.0f} s, longer than max_wait={self.max_wait:.0f}: "
@@ -402,14 +404,13 @@ class OpenAIModel(AsyncModel):
 
     async def _pause(self, attempt: int, asked: float | None) -> None:
         if asked:  # "0" says nothing about how long: the usual pause
-            self._closed_until = max(self._closed_until, time.monotonic() + asked)
             await self._wait_until_open()
             await asyncio.sleep(random.uniform(0, min(0.1 * asked, 1.0)))  # not all in the same instant
         else:
             await asyncio.sleep(random.uniform(0.5, 1.0) * min(self.backoff[1], self.backoff[0] * 2**attempt))
 
     async def _wait_until_open(self) -> None:
-        while (wait := self._closed_until - time.monotonic()) > 0:
+        while (wait := self.closed_until - time.monotonic()) > 0:
             await asyncio.sleep(wait)
 
     async def _try(self, path: str, payload: bytes, headers: Mapping[str, str]) -> Any:
@@ -443,7 +444,7 @@ class OpenAIModel(AsyncModel):
         message, code = _error_of(raw)
         reason = f"HTTP {status}: {self._excerpt(raw) if message is None else _shortened(self._redact(message))}"
         hopeless = code in _HOPELESS_CODES or headers.get("x-should-retry") == "false"
-        if (status in _RETRIED_STATUSES or status >= 500) and not hopeless:
+        if (status in RETRIED_STATUSES or status >= 500) and not hopeless:
             raise _TryAgain(reason, status=status, wait=_retry_after(headers))
         raise RequestFailed(f"{self.base_url} refused the request: {reason}", status=status)
 

@@ -96,8 +96,8 @@ class OpenVINOModel(BatchModel):
         self.precision = precision
         self.batch_size = batch_size
         self.stream_block = None  # rows come and go one by one
-        self.text = TextCodec(tokenizer, self.name)
         settings = {file: _read_json(folder / file) for file in ("generation_config.json", "config.json")}
+        self.text = TextCodec(tokenizer, self.name, settings["config.json"].get("vocab_size"))
         self.eos_token_ids = frozenset(_end_tokens(settings, tokenizer) if eos_token_ids is None else eos_token_ids)
         self._most = settings["config.json"].get("max_position_embeddings")
         self.capabilities = Capabilities(
@@ -153,6 +153,12 @@ class OpenVINOModel(BatchModel):
         super().close()
         self._pipeline = None
 
+    @property
+    def _engine(self) -> Any:
+        if self._pipeline is None:
+            raise RuntimeError(f"{self.name} is closed: load it again")
+        return self._pipeline
+
     def _chat_batch(self, requests: list[ChatRequest], schema: JsonSchema | None) -> list[Completion]:
         rows = [_Row(self.text.chat(messages), sampling, _seed(sampling), ()) for messages, sampling in requests]
         return self._generate(rows)
@@ -192,8 +198,6 @@ class OpenVINOModel(BatchModel):
 
     def _stream(self, rows: Iterator[_Row]) -> Iterator[tuple[int, Completion]]:
         """Each row's place and completion, when it has ended. Twice the batch is under way, so that a free place is filled at once."""
-        if self._pipeline is None:
-            raise RuntimeError(f"{self.name} is closed: load it again")
         window = 2 * self.batch_size
         under_way: dict[int, tuple[_Row, Any]] = {}
         running = self._genai.GenerationStatus.RUNNING
@@ -205,14 +209,14 @@ class OpenVINOModel(BatchModel):
                 self._admit(fresh, under_way)
                 if not under_way:
                     return
-                self._pipeline.step()
+                self._engine.step()
                 for place in [p for p, (_, handle) in under_way.items() if handle.get_status() != running]:
                     row, handle = under_way.pop(place)
                     yield place, self._completion(row, handle)
         finally:  # after an error, or when nobody wants the rest
             for _, handle in under_way.values():
                 handle.cancel()
-            while under_way and self._pipeline.has_non_finished_requests():
+            while under_way and self._pipeline is not None and self._pipeline.has_non_finished_requests():
                 self._pipeline.step()
 
     def _admit(self, rows: list[tuple[int, _Row]], under_way: dict[int, tuple[_Row, Any]]) -> None:
@@ -232,11 +236,11 @@ class OpenVINOModel(BatchModel):
             for place, row in group:
                 self._requests += 1
                 prompt = self._tensor(np.array([row.prompt], dtype=np.int64))
-                handle = self._pipeline.add_request(self._requests, prompt, self._config(row))
+                handle = self._engine.add_request(self._requests, prompt, self._config(row))
                 under_way[place] = (row, handle)
             if group is ahead:
                 for _ in range(-(-sum(len(row.prompt) for _, row in ahead) // self._step_tokens)):
-                    self._pipeline.step()
+                    self._engine.step()
 
     def _config(self, row: _Row) -> Any:
         config, sampling = self._genai.GenerationConfig(), row.sampling

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TypeVar
 
-from chapbook_shared.lm._base import AsyncModel, RequestFailed
-from chapbook_shared.lm.openai_model import OpenAIModel
+from chapbook_shared.lm._base import AsyncModel, RequestFailed, sample_seed
+from chapbook_shared.lm.openai_model import RETRIED_STATUSES, OpenAIModel
 from chapbook_shared.lm.protocol import (
     Capabilities,
     Completion,
@@ -17,7 +17,9 @@ from chapbook_shared.lm.protocol import (
     Prompt,
     Sampling,
     Score,
+    TokenLogprob,
 )
+from chapbook_shared.validate import check_nonnegative
 
 _R = TypeVar("_R")
 
@@ -35,7 +37,8 @@ class ModelPool(AsyncModel):
     A request goes to the endpoint with the least under way, in turn where several have as little. One that gives no answer, after
     the retries of its own that its `OpenAIModel` makes (set `retries` low in a pool), is passed over for `pause` seconds, and its
     request goes to the next. What an endpoint refuses (other 4xx) is not tried elsewhere: the request is wrong, not the server.
-    `concurrency` is by default that of all members together.
+    `concurrency` is by default that of all members together. Caches know answers by endpoint: a repeated run finds those given by
+    the endpoint that it happens to ask.
     """
 
     def __init__(self, models: Sequence[OpenAIModel], *, pause: float = 30.0, concurrency: int | None = None) -> None:
@@ -44,7 +47,8 @@ class ModelPool(AsyncModel):
         names = sorted({model.name for model in models})
         if len(names) > 1:
             raise ValueError(f"models must all serve one model, got {names}: their samples would be mixed")
-        super().__init__(concurrency=concurrency or sum(model.concurrency for model in models))
+        check_nonnegative("pause", pause)
+        super().__init__(concurrency=sum(model.concurrency for model in models) if concurrency is None else concurrency)
         self.name = names[0]
         self.pause = pause
         self._members = [_Member(model) for model in models]
@@ -60,10 +64,22 @@ class ModelPool(AsyncModel):
         return await self._anywhere(lambda model: model.achat(messages, sampling, schema=schema))
 
     async def _complete(self, prompt: Prompt, sampling: Sampling) -> list[Completion]:
-        return await self._anywhere(lambda model: model.acomplete(prompt, sampling))
+        if sampling.n == 1 or any(member.model.together for member in self._members):
+            return await self._anywhere(lambda model: model.acomplete(prompt, sampling))
+
+        async def sample(
+            i: int,
+        ) -> Completion:  # each for itself: what one endpoint has answered is not asked of the next
+            alone = replace(sampling, n=1, seed=sample_seed(sampling.seed, i))
+            return (await self._anywhere(lambda model: model.acomplete(prompt, alone)))[0]
+
+        return await self._many(sample, range(sampling.n), what="sample")
 
     async def _score(self, prompt: Prompt, choices: tuple[Prompt, ...]) -> list[Score]:
         return await self._anywhere(lambda model: model.ascore(prompt, choices))
+
+    async def _prompt_logprobs(self, prompt: Prompt) -> tuple[TokenLogprob, ...]:
+        return await self._anywhere(lambda model: model.aprompt_logprobs(prompt))
 
     async def _anywhere(self, ask: Callable[[OpenAIModel], Awaitable[_R]]) -> _R:
         tried: list[_Member] = []
@@ -75,9 +91,9 @@ class ModelPool(AsyncModel):
             try:
                 return await ask(member.model)
             except RequestFailed as error:
-                if error.status is not None and 400 <= error.status < 500 and error.status not in (408, 429):
+                if error.status is not None and 400 <= error.status < 500 and error.status not in RETRIED_STATUSES:
                     raise
-                member.closed_until = time.monotonic() + self.pause
+                member.closed_until = max(time.monotonic() + self.pause, member.model.closed_until)
                 failure = error
             finally:
                 member.under_way -= 1

@@ -15,6 +15,7 @@ import base64
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from operator import index
 from pathlib import Path
 from typing import Any, Literal, Protocol, runtime_checkable
 
@@ -145,6 +146,11 @@ class Sampling:
             if not ok:
                 raise ValueError(f"{name} must be {wanted}, got {getattr(self, name)!r}")
 
+        for name in ("top_k", "seed", "max_tokens", "n", "logprobs"):
+            value = getattr(self, name)
+            if value is not None or name in ("top_k", "max_tokens", "n"):
+                require(name, hasattr(value, "__index__"), "a whole number")
+                object.__setattr__(self, name, index(value))  # an integer of NumPy has no place in JSON
         require("temperature", math.isfinite(self.temperature) and self.temperature >= 0, "finite and >= 0")
         require("top_p", 0 < self.top_p <= 1, "in (0, 1]")
         require("top_k", self.top_k >= 0, ">= 0 (0 keeps the whole vocabulary)")
@@ -152,10 +158,16 @@ class Sampling:
         require("presence_penalty", -2 <= self.presence_penalty <= 2, "in [-2, 2]")
         require("frequency_penalty", -2 <= self.frequency_penalty <= 2, "in [-2, 2]")
         require("repetition_penalty", 0 < self.repetition_penalty < math.inf, "positive and finite")
-        values = [value for _, value in self.logit_bias]
+        try:
+            bias = tuple((index(token), float(value)) for token, value in self.logit_bias)
+        except (TypeError, ValueError):
+            bias = ((-1, 0.0),)
         require(
-            "logit_bias", all(value < math.inf for value in values), "pairs of a token id and a number below infinity"
+            "logit_bias",
+            all(token >= 0 and value < math.inf for token, value in bias),
+            "pairs of a token id (>= 0) and a number below infinity",
         )
+        object.__setattr__(self, "logit_bias", bias)
         require("max_tokens", self.max_tokens >= 1, ">= 1")
         require("n", self.n >= 1, ">= 1")
         require("logprobs", self.logprobs is None or 0 <= self.logprobs <= 20, "None or in 0..20")

@@ -22,6 +22,7 @@ import importlib
 import json
 import math
 import random
+import re
 import signal
 import sys
 import threading
@@ -631,7 +632,7 @@ def _sampling(body: Mapping[str, Any], *, chat: bool) -> Sampling:
         _check_type(name, value)
     for name in ("stop", "stop_token_ids"):
         values[name] = tuple(values.get(name, ()))
-    values["logit_bias"] = _logit_bias(body.get("logit_bias") or {})
+    values["logit_bias"] = _logit_bias({} if body.get("logit_bias") is None else body["logit_bias"])
     if values.get("top_k") == -1:  # vLLM's word for the whole vocabulary
         values["top_k"] = 0
     try:
@@ -641,13 +642,17 @@ def _sampling(body: Mapping[str, Any], *, chat: bool) -> Sampling:
 
 
 def _logit_bias(value: Any) -> tuple[tuple[int, float], ...]:
-    try:
-        bias = tuple((int(token), float(number)) for token, number in value.items())
-    except (AttributeError, TypeError, ValueError):
-        bias = ((-1, 0.0),)
-    if any(token < 0 or not -100 <= number <= 100 for token, number in bias):
+    bias = value.items() if isinstance(value, dict) else [("", 0)]
+    known = all(
+        re.fullmatch(r"[0-9]{1,18}", token)
+        and isinstance(number, int | float)
+        and not isinstance(number, bool)
+        and -100 <= number <= 100
+        for token, number in bias
+    )
+    if not known:
         raise _BadRequest(f"logit_bias must map token ids to numbers in [-100, 100], got {value!r}", param="logit_bias")
-    return bias
+    return tuple((int(token), float(number)) for token, number in bias)
 
 
 def _check_type(name: str, value: Any) -> None:

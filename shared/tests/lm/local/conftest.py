@@ -135,6 +135,8 @@ def _distribution(logits: np.ndarray, s: Sampling, prompt: list[int], reply: lis
         logits[token] = (
             logits[token] / s.repetition_penalty if logits[token] > 0 else logits[token] * s.repetition_penalty
         )
+    for token, value in s.logit_bias:
+        logits[token] += value
     for token in set(reply):
         logits[token] -= s.frequency_penalty * reply.count(token) + s.presence_penalty
     if s.temperature == 0:
@@ -213,7 +215,10 @@ SETTINGS = {
     "frequency below 0": {"frequency_penalty": -1.0},
     "repetition": {"repetition_penalty": 2.0},
     "repetition below 1": {"repetition_penalty": 0.7},
+    "bias": {"logit_bias": ((3, 1.5), (5, -1.0))},
+    "forbidden": {"logit_bias": ((4, -math.inf), (6, -100.0))},
     "all": {
+        "logit_bias": ((7, 1.0),),
         "temperature": 1.5,
         "top_k": 6,
         "top_p": 0.9,

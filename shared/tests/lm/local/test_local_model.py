@@ -244,6 +244,15 @@ class TestText:
         assert [i for i in ids if i in control] == [i for i in plain if i in control]
         assert text in tokenizer.decode(ids)
 
+    @pytest.mark.parametrize(
+        "text", ["\ue000999\ue001", "\ue0000\ue001 the", "a\ue000b", "<|end|>\ue0001\ue001", "\ue000<|end|>\ue001"]
+    )
+    def test_what_looks_like_a_stand_in_stays_as_it_is(self, local, tokenizer, text):
+        spelt = tokenizer.decode(local.chat_token_ids(text), skip_special_tokens=False)
+        assert spelt == f"<s><|user|>{text}<|end|><|assistant|>"
+        ids = local.chat_token_ids(text)
+        assert sum(id in tokenizer.all_special_ids or id < 6 for id in ids) == 4  # those of the template
+
     def test_markup_of_the_template_is_control_too(self, build, tokenizer):
         import copy
 
@@ -420,3 +429,21 @@ def test_a_biased_token_is_forbidden_or_forced(tiny_vocabulary):
     assert second != free
     with pytest.raises(ValueError, match="logit_bias must be"):
         Sampling(logit_bias=((1, float("nan")),))
+
+
+def test_a_bias_that_the_model_cannot_apply_is_refused(tiny_vocabulary):
+    local = LocalModel(tiny_vocabulary.model, tiny_vocabulary.tokenizer, name="tiny")
+    with pytest.raises(ValueError, match="logit_bias must hold token ids from 0 on below the 12 of tiny, got 12"):
+        local.complete(tiny_vocabulary.prompt, Sampling(logit_bias=((12, 1.0),), max_tokens=1))
+    nothing = tuple((token, -np.inf) for token in range(12))
+    with pytest.raises(ValueError, match="logit_bias forbids every token"):
+        local.complete(tiny_vocabulary.prompt, Sampling(logit_bias=nothing, max_tokens=1))
+
+
+@pytest.mark.parametrize("wrong", [12, -1])
+def test_ids_that_are_no_tokens_are_refused(tiny_vocabulary, wrong):
+    local = LocalModel(tiny_vocabulary.model, tiny_vocabulary.tokenizer, name="tiny")
+    with pytest.raises(ValueError, match=f"prompt must hold token ids from 0 on below the 12 of tiny, got {wrong}"):
+        local.complete([0, wrong], Sampling(max_tokens=1))
+    with pytest.raises(ValueError, match=f"choices must hold token ids from 0 on below the 12 of tiny, got {wrong}"):
+        local.score([0], [[3], [wrong]])

@@ -105,7 +105,9 @@ def test_greedy_text_is_local_models(tiny, tiny_vocabulary):
 def test_samples_follow_the_full_softmax_under_every_setting_it_takes(tiny, tiny_vocabulary, reference, setting):
     sampling = Sampling(n=2_500, seed=2, max_tokens=2, **setting)
     if tiny.capabilities.unsupported & set(setting):
-        with pytest.raises(CapabilityError, match=r"cannot sample with (frequency|presence)_penalty"):
+        with pytest.raises(
+            CapabilityError, match=r"cannot sample with (frequency_penalty|presence_penalty|logit_bias)"
+        ):
             tiny.complete(tiny_vocabulary.prompt, sampling)
         return
     drawn = [c.token_ids for c in tiny.complete(tiny_vocabulary.prompt, sampling)]
@@ -182,6 +184,9 @@ def test_logprobs_are_the_models_own_whatever_the_sampling(tiny, tiny_vocabulary
         (lambda m: m.score("w3", [" w4"]), "cannot score"),
         (lambda m: m.chat("w3"), "cannot chat"),
         (lambda m: m.complete("w3", Sampling(logprobs=2)), "cannot return 2 log-probabilities"),
+        (lambda m: m.complete("w3", Sampling(presence_penalty=1)), "cannot sample with presence_penalty"),
+        (lambda m: m.complete("w3", Sampling(frequency_penalty=1)), "cannot sample with frequency_penalty"),
+        (lambda m: m.complete("w3", Sampling(logit_bias=((3, 1.0),))), "cannot sample with logit_bias"),
     ],
 )
 def test_what_its_engine_cannot_do_is_refused(tiny, ask, refusal):
@@ -341,3 +346,20 @@ def test_a_stream_may_be_left(tiny):
     next(stream)
     stream.close()
     assert tiny.complete("w3", GREEDY) == expected
+
+
+def test_ids_that_are_no_tokens_are_refused(tiny):
+    for prompt in ([3, 12], [3, -1]):
+        with pytest.raises(ValueError, match="prompt must hold token ids from 0 on below the 12 of tiny"):
+            tiny.complete(prompt, GREEDY)
+
+
+def test_a_closed_model_says_so(tiny_folder):
+    model = OpenVINOModel(tiny_folder, name="tiny")
+    stream = model.complete_each((f"w{3 + i % 3}", Sampling(seed=i, max_tokens=4 + i)) for i in range(20))
+    next(stream)
+    model.close()
+    model.close()
+    for ask in (lambda: model.complete("w3", GREEDY), lambda: list(stream)):
+        with pytest.raises(RuntimeError, match="tiny is closed: load it again"):
+            ask()
