@@ -1,3 +1,4 @@
+import copy
 import json
 import logging
 import math
@@ -5,9 +6,11 @@ import math
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 
 from llm_unlearn import QASet, evaluate_unlearning
-from llm_unlearn.evaluation import kind_of
+from llm_unlearn.evaluation import _weights_hash, kind_of
+from llm_unlearn.metrics import METRICS
 from llm_unlearn.scoring import generate_answers, score_answers
 
 
@@ -129,6 +132,26 @@ def test_cache_is_keyed_by_weights_data_and_settings(evaluate, model, tmp_path, 
     assert len(list(tmp_path.glob("*.json"))) == 6
     evaluate(cache_dir=tmp_path, sets={"retain": sets["retain"][:2]})
     assert len(list(tmp_path.glob("*.json"))) == 7
+
+
+def test_cache_tells_tokenisations_adapters_and_strictness_apart(evaluate, model, tokenizer, tmp_path, retain):
+    sets = {"retain": retain[:2]}
+    evaluate(cache_dir=tmp_path, sets=sets)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
+    evaluate(cache_dir=tmp_path, sets=sets)
+    assert len(list(tmp_path.glob("*.json"))) == 2
+    with pytest.raises(ValueError, match="no perturbed_answer"):
+        evaluate(cache_dir=tmp_path, sets=sets, metrics=list(METRICS), encoder=encoder, nli=nli)
+    hashes = set()
+    for alpha in (8, 16):
+        adapted = get_peft_model(
+            copy.deepcopy(model), LoraConfig(r=2, lora_alpha=alpha, target_modules=["q_proj", "v_proj"])
+        )
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name:
+                torch.nn.init.ones_(parameter)
+        hashes.add(_weights_hash(adapted))
+    assert len(hashes) == 2
 
 
 def test_answers_before_unlearning_are_compared(evaluate, sets):

@@ -352,6 +352,7 @@ def test_warm_up_is_one_epoch_or_none_if_an_epoch_is_one_step(tmp_path):
         ({"method": "GA+KL", "kl_positions": "all", "padding_free": True}, "no padding to count"),
         ({"method": "NPO+KL", "precompute_ref": True}, "needs the reference's logits"),
         ({"pad_to": 500}, "pad_to must be >= max_length, got 500 and 512: set max_length=500 too"),
+        ({"max_forget_loss": 5.0, "method": "IDK+AP"}, "which IDK.AP never reads"),
         ({"num_train_epochs": -1}, "num_train_epochs must be positive"),
         ({"learning_rate": float("nan")}, "learning_rate must be >= 0 and finite"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be >= 1"),

@@ -79,6 +79,8 @@ class UnlearnConfig(TrainingArguments):
             check_positive(name, getattr(self, name))
         if self.max_forget_loss is not None:
             check_positive("max_forget_loss", self.max_forget_loss)
+            if "forget" not in method.parts:
+                raise ValueError(f"max_forget_loss watches the forget answers, which {method.name} never reads")
         check_int("max_length", self.max_length, minimum=2)
         for name in ("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps"):
             check_int(name, getattr(self, name), minimum=1)

@@ -18,7 +18,8 @@ from chapbook_shared.progress import Progress
 from chapbook_shared.validate import check_choice, check_int, import_extra
 
 from . import metrics as m
-from .data import Item, answer_of, as_items, fingerprint, with_answer
+from .data import Item, answer_of, as_items, build_example, fingerprint, with_answer
+from .reference import has_adapter
 from .scoring import generate_answers, score_answers
 
 if TYPE_CHECKING:
@@ -159,7 +160,8 @@ def evaluate_unlearning(
     before: for each set the answers of the model before unlearning, for the cosine similarity.
     scenario: in "tofu" the truth is the premise of the entailment on retain-type sets; in "real-world" the generation always is.
     max_items: the first so many of a set (the paper's 300); None for all.
-    cache_dir: results of a set are kept there under a hash of the weights, the data and the settings, and taken from there.
+    cache_dir: results of a set are kept there under a hash of the weights, the data, their token ids and the settings, and taken from
+        there. Your own encoder and NLI model count by their qualified names.
     """
     check_choice("convention", convention, ("closer-look", "tofu"))
     check_choice("scenario", scenario, ("tofu", "real-world"))
@@ -177,17 +179,20 @@ def evaluate_unlearning(
     with (progress or Progress()).task("evaluating", len(named)) as task:
         for name, qa in named.items():
             earlier = (before or {}).get(name)
+            strict = not isinstance(metrics, str) or metrics == "all"
             settings = [
                 weights,
                 fingerprint(qa.items),
+                _tokens_hash(tokenizer, qa.items, max_length) if weights else "",
                 qa.kind,
+                strict,
                 sorted(wanted),
                 *(convention, scenario, max_new_tokens, max_length),
                 earlier,
                 *(getattr(f, "__qualname__", repr(f)) if f else None for f in (encoder, nli)),
             ]
 
-            def compute(qa: QASet = qa, earlier: Sequence[str] | None = earlier) -> SetResult:
+            def compute(qa: QASet = qa, earlier: Sequence[str] | None = earlier, strict: bool = strict) -> SetResult:
                 return _evaluate_set(
                     model,
                     tokenizer,
@@ -200,7 +205,7 @@ def evaluate_unlearning(
                     before=earlier,
                     generation={"max_new_tokens": max_new_tokens, "batch_size": batch_size},
                     scoring={"max_length": max_length, "batch_size": batch_size},
-                    strict=not isinstance(metrics, str) or metrics == "all",
+                    strict=strict,
                 )
 
             results[name] = _cached(cache_dir, settings, compute)
@@ -319,8 +324,22 @@ def _cached(folder: str | Path | None, settings: Any, compute: Callable[[], SetR
     return result
 
 
+def _in_order(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else repr(value)
+
+
+def _tokens_hash(tokenizer: Any, items: Sequence[Item], max_length: int) -> str:
+    """Of the ids the model sees: they change with the tokenizer and its chat template."""
+    ids = [build_example(tokenizer, item, max_length=max_length).input_ids for item in items]
+    return hashlib.sha256(json.dumps(ids).encode("utf-8")).hexdigest()
+
+
 def _weights_hash(model: Any) -> str:
     digest = hashlib.blake2b(digest_size=16)
+    if has_adapter(model):  # scales and the active adapter are no weights
+        adapters = {name: config.to_dict() for name, config in model.peft_config.items()}
+        kept = {"active": model.active_adapter, "adapters": adapters}
+        digest.update(json.dumps(kept, sort_keys=True, default=_in_order).encode("utf-8"))
     for name, value in sorted(model.state_dict().items()):
         digest.update(name.encode("utf-8"))
         if torch.is_tensor(value):

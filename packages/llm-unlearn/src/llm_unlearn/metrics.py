@@ -148,7 +148,12 @@ def sentence_encoder(name: str = "sentence-transformers/paraphrase-MiniLM-L6-v2"
     """The paper's encoder (or another), through sentence-transformers. Needs the extra `eval`."""
     library = import_extra("sentence_transformers", "llm-unlearn[eval]")
     model = library.SentenceTransformer(name, **kwargs)
-    return lambda texts: model.encode(list(texts), show_progress_bar=False)
+
+    def encode(texts: Sequence[str]) -> Any:
+        return model.encode(list(texts), show_progress_bar=False)
+
+    encode.__qualname__ = f"sentence_encoder({name!r})"  # what a cache tells encoders apart by
+    return encode
 
 
 def nli_model(name: str = "sileod/deberta-v3-base-tasksource-nli", *, batch_size: int = 32, **kwargs: Any) -> NLI:
@@ -164,6 +169,7 @@ def nli_model(name: str = "sileod/deberta-v3-base-tasksource-nli", *, batch_size
         pairs = [{"text": p, "text_pair": h} for p, h in zip(premises, hypotheses, strict=True)]
         return [result["label"] for result in classify(pairs, batch_size=batch_size, truncation=True)]
 
+    label_pairs.__qualname__ = f"nli_model({name!r})"
     return label_pairs
 
 
