@@ -338,6 +338,8 @@ def test_everything_that_shapes_an_answer_is_part_of_its_key(tmp_path):
             lambda: model.chat("a", Sampling(temperature=0, max_tokens=5)),
             lambda: model.chat("a", Sampling(temperature=0, seed=1)),
             lambda: model.chat("a", Sampling(temperature=0, stop=("x",))),
+            lambda: model.chat("a", Sampling(temperature=0, logit_bias=((3, 1.0),))),
+            lambda: model.chat("a", Sampling(temperature=0, logit_bias=((3, 2.0),))),
             lambda: model.chat("a", Sampling(temperature=0, logprobs=0)),
             lambda: model.complete("a", greedy),
             lambda: model.complete((1, 2), greedy),
