@@ -1,7 +1,7 @@
 """What a real small model makes of it: SmolLM2-135M-Instruct as a judge of calls, and as the model of the loop.
 
-    python benchmarks/evidence_model.py judge     # about 10 minutes on one core
-    python benchmarks/evidence_model.py loop      # about 5 minutes
+    python benchmarks/evidence_model.py judge     # 8 minutes on one busy core
+    python benchmarks/evidence_model.py loop      # some minutes
     python benchmarks/evidence_model.py retrieval # BM25 and MiniLM, a minute
 
 judge: the demo's thirteen tools before and after (refined by the demo's scripted roles from real calls). For each held-out request the
@@ -126,10 +126,10 @@ def judge():
 
 
 def loop():
-    functions = FUNCTIONS[:4]
+    functions = FUNCTIONS[:2]
     source = CallableSource(functions, read_only=True)
     source.tools = [stripped(tool) for tool in source.tools]
-    config = DraftConfig(max_iterations=2, max_tokens=256, seed=0, concurrency=len(functions))
+    config = DraftConfig(max_iterations=1, max_tokens=160, seed=0, concurrency=len(functions))
     start = time.perf_counter()
     with LocalModel.smollm2() as model:
         result = Drafter(model, SentenceEmbedder(), config=config).run(source)
