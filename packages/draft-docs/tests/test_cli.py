@@ -125,13 +125,22 @@ def test_a_file_comes_back_with_only_its_words_changed(endpoint, tmp_path, monke
     schema = {"type": "object", "properties": {"side": {"type": "number"}}}
     text = json.dumps({"tools": [{"type": "function", "function": {"name": "area", "parameters": schema}}]}, indent=3)
     Path("tools.json").write_text(text, encoding="utf-8")
-    # Without a function behind it the tool is not called, and nothing is learnt.
+    # Without a function behind it the tool is not called, and nothing is learnt or paid for.
     result = run(
         "refine", "--openai", "tools.json", "--model", "scripted", "--base-url", endpoint.base_url, "--store", "s", "--embed",
         "ngrams", "--output", "new.json", "--allow-unsafe", "area",
     )  # fmt: skip
     assert result.exit_code == 0, result.output
     assert Path("new.json").read_text(encoding="utf-8") == text
+    assert endpoint.asked == 0
+    monkeypatch.delitem(sys.modules, "my_tools", raising=False)
+    Path("my_tools.py").write_text(TOOLS, encoding="utf-8")
+    result = run(
+        "refine", "--openai", "tools.json", "--model", "scripted", "--base-url", endpoint.base_url, "--store", "s", "--embed",
+        "ngrams", "--output", "new.json", "--allow-unsafe", "area", "--dispatch", "my_tools:area",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    assert '"description": "Area of a square from its side."' in Path("new.json").read_text(encoding="utf-8")
 
 
 def test_no_key_header_or_secret_is_printed_or_kept(endpoint, tmp_path, monkeypatch):

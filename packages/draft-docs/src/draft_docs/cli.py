@@ -143,6 +143,10 @@ def refine(
     openapi: Openapi = None,
     mcp: Mcp = None,
     callables: Functions = None,
+    dispatch: Annotated[
+        str | None,
+        typer.Option(help="For --openai: the functions behind the tools, MODULE:NAME,NAME; named as the tools are."),
+    ] = None,
     api_url: ApiUrl = None,
     header: Headers = None,
     server_env: ServerEnv = None,
@@ -210,7 +214,7 @@ def refine(
 ) -> None:
     """Call the tools and rewrite their documentation. Exits with 1 if the run ended before all tools were done."""
     with _one_line_errors():
-        source = _source(openai, openapi, mcp, callables, api_url, header, server_env, read_only)
+        source = _source(openai, openapi, mcp, callables, api_url, header, server_env, read_only, dispatch)
         config = DraftConfig(
             max_iterations=iterations,
             phi=phi,
@@ -429,6 +433,7 @@ def _source(
     header: Sequence[str] | None = None,
     server_env: Sequence[str] | None = None,
     read_only: Sequence[str] | None = None,
+    dispatch: str | None = None,
 ) -> ToolSource | McpServer:
     given = [name for name, value in locals().items() if name in ("openai", "openapi", "mcp", "callables") and value]
     if len(given) != 1:
@@ -440,6 +445,7 @@ def _source(
         mcp=mcp,
         callables=None if callables is None else list(_functions(callables)),
         read_only=tuple(read_only or ()) if callables is not None else (),
+        dispatch=None if dispatch is None else {function.__name__: function for function in _functions(dispatch)},
         base_url=api_url,
         headers=headers,
         env=env,

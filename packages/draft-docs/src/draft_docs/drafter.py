@@ -348,7 +348,7 @@ class _Session:
         gate: Gate = accept_all
         if self.config.gate != "none":
             gate = lint_gate(max_chars=self.config.max_chars, redactor=self.guard.redact)
-        refusal = self.guard.policy.refusal(tool)
+        refusal = self.guard.refusal(tool)
         if refusal:  # nothing could be learnt: no chat call is worth its price
             return Refined(tool, tool, (), "no_calls", f"not executed: {refusal}")
         seen = self.guard.policy.hide_secrets(tool)

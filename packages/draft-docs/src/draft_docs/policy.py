@@ -124,10 +124,15 @@ class Guard:
         self.calls: Counter[str] = Counter()
         self._next_slot = 0.0
 
+    def refusal(self, tool: ToolSpec) -> str:
+        """Why the tool may not, or cannot, be called; empty if it can."""
+        unable = getattr(self._runner, "refusal", None)
+        return self.policy.refusal(tool) or (unable(tool.name) if unable is not None else "")
+
     async def call(self, name: str, arguments: Mapping[str, Any], *, is_checked: bool = True) -> ToolResult:
         """Check, call, retry, cut, mask. Every outcome is a result. `is_checked=False` leaves out the check of the arguments."""
         tool = self._tools[name]
-        refusal = self.policy.refusal(tool) or self._over_limit(name)
+        refusal = self.refusal(tool) or self._over_limit(name)
         if refusal:
             return ToolResult(f"not executed: {refusal}", "not_executed")
         arguments = {k: v for k, v in arguments.items() if k not in self.policy.secrets}

@@ -44,9 +44,13 @@ class OpenAIToolsSource:
         self._functions.functions.update(dispatch or {})
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        if name not in self._functions.functions:
-            return ToolResult("not executed: no function is given for this tool", "not_executed")
+        if self.refusal(name):
+            return ToolResult(f"not executed: {self.refusal(name)}", "not_executed")
         return await self._functions.call(name, arguments)
+
+    def refusal(self, name: str) -> str:
+        """Why the tool cannot be called; empty if it can."""
+        return "" if name in self._functions.functions else "no function is given for it (dispatch)"
 
     def rewritten(self, refined: Mapping[str, ToolSpec]) -> str:
         """The file with the new descriptions, byte-identical but for them."""

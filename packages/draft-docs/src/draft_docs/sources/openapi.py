@@ -101,8 +101,8 @@ class OpenApiSource:
                 raise ValueError(f"{method.upper()} {path} is not as OpenAPI has it: {error!r}") from None
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> ToolResult:
-        if self.base_url is None:
-            return ToolResult("not executed: the document names no server; give base_url", "not_executed")
+        if self.refusal(name):
+            return ToolResult(f"not executed: {self.refusal(name)}", "not_executed")
         httpx = import_extra("httpx", "draft-docs[openapi]")
         if self._client is None:
             self._client = httpx.AsyncClient(follow_redirects=False, timeout=None)
@@ -124,6 +124,10 @@ class OpenApiSource:
             return ToolResult(f"{type(error).__name__}: {error}", "transient")
         status = f"{response.status_code} {response.reason_phrase}"
         return ToolResult(f"{status}\n{text}" if text else status, error_kind, truncated=len(body) > _MAX_READ)
+
+    def refusal(self, name: str) -> str:
+        """Why the tool cannot be called; empty if it can."""
+        return "" if self.base_url is not None else "the document names no server; give base_url"
 
     @property
     def secrets(self) -> list[str]:
