@@ -35,7 +35,6 @@ METHODS = {
     "IDK+AP": {},
 }
 FORGET, RETAIN = (0, 1, 2), (3, 4, 5)
-EPOCHS = 6
 
 
 def main() -> None:
@@ -43,10 +42,11 @@ def main() -> None:
     parser.add_argument("--store", default="evidence.sqlite")
     parser.add_argument("--minutes", type=float, default=1e9)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--epochs", type=int, default=6)
     parser.add_argument("--figure", help="write the trade-off plot here")
     options = parser.parse_args()
     start = time.monotonic()
-    with Store(options.store, settings={"epochs": EPOCHS, "forget": FORGET, "retain": RETAIN}) as store:
+    with Store(options.store, settings={"epochs": options.epochs, "forget": FORGET, "retain": RETAIN}) as store:
         finished = run(store, options, start)
         if not finished:
             print("more to do: run again", file=sys.stderr)
@@ -81,7 +81,7 @@ def run(store, options, start) -> bool:
             else:
                 method = name.partition(",")[0]
                 with unlearned(
-                    model, tokenizer, method, forget, retain, seed=seed, epochs=EPOCHS, **METHODS[name]
+                    model, tokenizer, method, forget, retain, seed=seed, epochs=options.epochs, **METHODS[name]
                 ) as changed:
                     store.put(key, measure(changed, tokenizer, sets, full=True))
             print(key, json.dumps(store.get(key)), file=sys.stderr, flush=True)

@@ -195,8 +195,8 @@ def read_items(source: Any, name: str) -> list[dict[str, Any]]:
 def _train(settings: Settings) -> None:
     """Unlearn `forget`, keep `retain`. Evaluates `sets`, if given, before and after."""
     args = _arguments(settings)
+    resume = _resumable(args, settings)  # before a model is loaded
     trainer = _trainer(settings, args)
-    resume = _resumable(args, settings)
     before = _report(trainer.model, trainer.processing_class, settings).to_dict() if settings.get("sets") else None
     trainer.train(resume_from_checkpoint=resume)
     trainer.save_model(args.output_dir)
@@ -280,8 +280,8 @@ def _cell(settings: Settings) -> dict[str, Any]:
     from .trainer import UnlearningDiverged
 
     args = _arguments(settings)
-    trainer = _trainer(settings, args)
     resume = _resumable(args, settings)
+    trainer = _trainer(settings, args)
     try:
         trainer.train(resume_from_checkpoint=resume)
     except UnlearningDiverged as error:
