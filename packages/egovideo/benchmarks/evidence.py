@@ -1,6 +1,6 @@
-"""Longer evidence: `python benchmarks/evidence.py motion|language-model`. Prints one JSON object a line.
+"""Longer evidence: `python benchmarks/evidence.py motion|language-model`, `motion 400 temporal`. Prints one JSON object a line.
 
-motion: direction accuracy of variants of the adapter on the demo's clips, three seeds, and trained on shuffled frames.
+motion [steps] [variant]: direction accuracy of variants of the adapter on the demo's clips, three seeds, and trained on shuffled frames.
 language-model: SmolLM2-135M through the pipeline on the demo's rendered files; how many of its captions pass the check.
 """
 
@@ -16,13 +16,13 @@ import torch
 
 from chapbook_shared.lm import LocalModel
 from chapbook_shared.seeding import derive_seed, seed_everything
-from egovideo import HODPipeline, LLMCaptioner, check_caption
+from egovideo import HODPipeline, LLMCaptioner, Trajectory, check_caption
 from egovideo import demo as evidence
 from egovideo.rendering import ColorDetector
 from egovideo.tower import VideoTower
 
 
-def motion() -> None:
+def motion(steps: int = 150, only: str = "") -> None:
     variants: dict[str, dict[str, Any]] = {
         "temporal": {},
         "spatiotemporal": {"variant": "spatiotemporal"},
@@ -38,6 +38,8 @@ def motion() -> None:
         labels = torch.from_numpy(train[1])
         state = {k: v.clone() for k, v in evidence._pretrained(pixels, train[1]).state_dict().items()}
         for name, options in variants.items():
+            if only and name != only:
+                continue
             for shuffle in (False, True):
                 start = time.process_time()
                 seed_everything(derive_seed(seed, "adapters"))
@@ -55,12 +57,13 @@ def motion() -> None:
                     part = pixels[index]
                     return head(tower(evidence._shuffled(part) if shuffle else part))
 
-                evidence._fit(score, trained, labels, steps=150, rate=1e-2)
+                evidence._fit(score, trained, labels, steps=steps, rate=1e-2)
                 tower.eval()
                 with torch.no_grad():
                     scores = torch.cat([head(tower(part)) for part in test_pixels.split(64)]).numpy()
                 row = {
                     "seed": number,
+                    "steps": steps,
                     "variant": name,
                     "trained_on": "shuffled" if shuffle else "ordered",
                     "direction": round(evidence.accuracy_of_direction(scores, test[1]), 3),
@@ -79,8 +82,6 @@ def language_model() -> None:
             store = Path(scratch) / f"hod{frames}.sqlite"
             free = HODPipeline(ColorDetector(), LLMCaptioner(model), num_frames=frames, retries=0, check=False)
             first = [free.describe(clip) for clip in clips]
-            from egovideo import Trajectory
-
             wrong = [
                 check_caption(r["caption"], Trajectory.from_record(r["trajectory"]), narration=r["narration"])
                 for r in first
@@ -103,4 +104,7 @@ def language_model() -> None:
 
 if __name__ == "__main__":
     np.seterr(all="raise", under="ignore")
-    {"motion": motion, "language-model": language_model}[sys.argv[1]]()
+    if sys.argv[1] == "motion":
+        motion(*map(int, sys.argv[2:3]), *sys.argv[3:4])
+    else:
+        language_model()
