@@ -3,9 +3,11 @@
 Order: repetition penalty (prompt and reply), frequency and presence penalties (reply), bias, temperature, top_k, top_p over what top_k
 kept, min_p. A cut keeps every token as likely as the last one that it must keep, so that ties do not depend on an order.
 
-The token is drawn by inverting the cumulative distribution at one uniform number. The t-th token of a request uses the t-th
-number of a counter-based stream (Philox) keyed by its seed: no state is shared between the requests of a batch, and the same
-numbers are drawn on every device.
+The token is the winner of an exponential race (token v finishes after E_v / p_v, E_v exponential), run twice: first between blocks
+of tokens, then within the block that won. A race turns on its two leaders alone, so the rounding of logits, which differs between
+batches of different shapes, hardly ever decides it; inverting the cumulative distribution has a border at every token. The numbers
+come from a counter-based stream (Philox) keyed by the request's seed, a fixed count of them a token: no state is shared between the
+requests of a batch, and the same numbers are drawn on every device.
 """
 
 from __future__ import annotations
@@ -22,10 +24,20 @@ from chapbook_shared.lm.protocol import Sampling
 _BLOCK = 256
 
 
-def uniforms(seed: int, count: int) -> Float[np.ndarray, "count"]:
-    """The first `count` numbers in [0, 1) of the stream of a seed, 53 bits each."""
-    stream = np.random.Philox(key=seed % 2**128)
-    return (stream.random_raw(count) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+def numbers_per_token(vocabulary: int) -> int:
+    """How many numbers the draw of one token takes: one for each block of the vocabulary and one for each token of a block."""
+    return -(-vocabulary // _BLOCK) + _BLOCK
+
+
+def stream(seed: int) -> np.random.Philox:
+    """The numbers of a request."""
+    return np.random.Philox(key=seed % 2**128)
+
+
+def uniforms(streams: Sequence[np.random.Philox], count: int) -> Float[np.ndarray, "rows count"]:
+    """The next `count` numbers of each stream, 52 bits each, in (0, 1) without its ends."""
+    raw = np.stack([numbers.random_raw(count) for numbers in streams])
+    return ((raw >> np.uint64(12)).astype(np.float64) + 0.5) * 2.0**-52
 
 
 class Settings:
@@ -75,9 +87,12 @@ class Settings:
 
 
 def draw(
-    logits: Float[Tensor, "rows vocabulary"], settings: Settings, uniform: Float[Tensor, "rows"]
+    logits: Float[Tensor, "rows vocabulary"], settings: Settings, numbers: Float[Tensor, "rows numbers"]
 ) -> Int[Tensor, "rows"]:
-    """One token a row; temperature 0 takes the likeliest. Raises FloatingPointError on logits that are NaN."""
+    """One token a row; temperature 0 takes the likeliest. Raises FloatingPointError on logits that are NaN.
+
+    `numbers`: `numbers_per_token(vocabulary)` of them in (0, 1) a row, float64.
+    """
     if bool(logits.amax(dim=1).isnan().any()):
         raise FloatingPointError(
             "the model's logits are NaN: its weights, or its attention on a padded batch, leave the range of its dtype; "
@@ -90,7 +105,7 @@ def draw(
     warm = torch.where(settings.temperature == 0, torch.ones_like(settings.temperature), settings.temperature)
     if not bool((warm == 1).all()):
         logits = logits / warm.to(logits.dtype)
-    sampled = _invert(cut(logits, settings), uniform)
+    sampled = _race(cut(logits, settings), numbers)
     return torch.where(greedy, logits.argmax(dim=1), sampled) if bool(greedy.any()) else sampled
 
 
@@ -141,21 +156,13 @@ def _lowest_of_top_p(
     return largest.gather(1, last)
 
 
-def _invert(logits: Float[Tensor, "rows vocabulary"], uniform: Float[Tensor, "rows"]) -> Int[Tensor, "rows"]:
-    """The token at which the cumulative distribution passes `uniform`, found by blocks so that only one is summed in full."""
+def _race(logits: Float[Tensor, "rows vocabulary"], numbers: Float[Tensor, "rows numbers"]) -> Int[Tensor, "rows"]:
+    """The token that finishes first. One of weight 0 never finishes."""
     rows, vocabulary = logits.shape
     weights = (logits - logits.amax(dim=1, keepdim=True)).exp()
-    padding = -vocabulary % _BLOCK
-    blocks = torch.nn.functional.pad(weights, (0, padding)).view(rows, -1, _BLOCK)
-    # float64: the sums of 1e5 weights and the place within them keep more digits than the weights have
-    ends = blocks.sum(dim=2, dtype=torch.float64).cumsum(dim=1)
-    target = uniform.unsqueeze(1) * ends[:, -1:]
-    block = (ends <= target).sum(dim=1, keepdim=True).clamp(max=ends.shape[1] - 1)
-    before = torch.where(block > 0, ends.gather(1, (block - 1).clamp(min=0)), torch.zeros_like(target))
+    blocks = torch.nn.functional.pad(weights, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
+    exponential = -numbers.log()
+    block = (exponential[:, :-_BLOCK] / blocks.sum(dim=2, dtype=torch.float64)).argmin(dim=1, keepdim=True)
     inside = blocks.gather(1, block.unsqueeze(2).expand(-1, -1, _BLOCK)).squeeze(1)
-    sums = before + inside.cumsum(dim=1, dtype=torch.float64)
-    place = (sums <= target).sum(dim=1, keepdim=True)
-    token = block * _BLOCK + place.clamp(max=_BLOCK - 1)
-    # Rounding can carry the target past the last weight of its block: then the last token that has any.
-    positive = torch.where(inside > 0, torch.arange(_BLOCK, device=logits.device), 0).amax(dim=1, keepdim=True)
-    return torch.where(place < _BLOCK, token, block * _BLOCK + positive).squeeze(1)
+    place = (exponential[:, -_BLOCK:] / inside.double()).argmin(dim=1)
+    return block.squeeze(1) * _BLOCK + place

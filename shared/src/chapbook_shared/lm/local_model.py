@@ -2,9 +2,8 @@
 
 Requests are sorted by length and run in batches, padded on the left. A prompt that several requests share is run once, as is the
 beginning that all prompts of a batch share; rows that have ended leave the batch. Numbers are drawn for each request alone (see
-`_sampling`), so the same request gives the same sample whatever else is in the batch, up to the rounding of the model itself:
-matrix products of different shapes differ in the last digits, and a draw that falls within that distance of the border between two
-tokens can go either way (1 to 3 tokens in 1,000 in float32 with SmolLM2's vocabulary; never seen in float64).
+`_sampling`), so the same request gives the same sample whatever else is in the batch. Matrix products of different shapes differ in
+their last digits; that can turn a draw only where two tokens are within that distance of winning it: rare enough that none was seen.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ try:
     from torch import Tensor
 
     from chapbook_shared.lm._forward import Forward, State, left_padded, right_padded
-    from chapbook_shared.lm._sampling import Settings, draw, uniforms
+    from chapbook_shared.lm._sampling import Settings, draw, numbers_per_token, stream, uniforms
 except ModuleNotFoundError as error:
     raise ImportError(f"{error.name} is needed here and is not installed: pip install 'chapbook-shared[hf]'") from error
 
@@ -198,15 +197,13 @@ class LocalModel(BatchModel):
         device = self._forward.logit_device(logits)
         settings = Settings([row.sampling for row in rows], [row.prompt for row in rows], logits.shape[1], device)
         steps = max(row.sampling.max_tokens for row in rows)
-        numbers = torch.zeros(len(rows), steps, dtype=torch.float64)
-        for index, row in enumerate(rows):
-            numbers[index, : row.sampling.max_tokens] = torch.from_numpy(uniforms(row.seed, row.sampling.max_tokens))
-        numbers = numbers.to(device)
+        count = numbers_per_token(logits.shape[1])
+        streams = [stream(row.seed) for row in rows]
         active: list[_Row] = list(rows)
-        for step in range(steps):
+        for _ in range(steps):
             logits = logits.to(device)
             logits = logits if logits.dtype == torch.float64 else logits.float()
-            tokens = draw(logits, settings, numbers[:, step])
+            tokens = draw(logits, settings, torch.from_numpy(uniforms(streams, count)).to(device))
             settings.count(tokens)
             self._note(active, logits, tokens)
             open_rows = [index for index, row in enumerate(active) if row.finish_reason is None]
@@ -217,7 +214,8 @@ class LocalModel(BatchModel):
                 chosen = torch.tensor(open_rows)
                 state.select(chosen)
                 settings.select(chosen.to(device))
-                numbers, tokens = numbers[chosen.to(device)], tokens[chosen.to(device)]
+                tokens = tokens[chosen.to(device)]
+                streams = [streams[index] for index in open_rows]
                 active = [active[index] for index in open_rows]
             logits = state.step(tokens)
 

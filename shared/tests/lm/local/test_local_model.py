@@ -4,11 +4,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+import scipy.stats
 import torch
 
 from chapbook_shared.lm import CapabilityError, LanguageModel, Message, Sampling
 from chapbook_shared.lm._base import sample_seed
-from chapbook_shared.lm._sampling import Settings, draw, uniforms
+from chapbook_shared.lm._sampling import Settings, cut, draw, numbers_per_token, stream, uniforms
 from chapbook_shared.lm.local_model import LocalModel
 
 GREEDY = Sampling(temperature=0, max_tokens=6)
@@ -105,49 +106,61 @@ class TestDraw:
     def settings(self, rows: int, vocabulary: int, **kwargs: float) -> Settings:
         return Settings([Sampling(**kwargs)] * rows, [[0]] * rows, vocabulary, torch.device("cpu"))
 
-    @pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 1000])
-    def test_the_token_is_where_the_cumulative_distribution_passes_the_number(self, vocabulary):
-        rng = np.random.default_rng(vocabulary)
-        logits = torch.from_numpy(rng.normal(size=(200, vocabulary)) * 3)
-        numbers = rng.random(200)
-        tokens = draw(logits, self.settings(200, vocabulary), torch.from_numpy(numbers))
-        ends = logits.softmax(1).cumsum(1).numpy()
-        assert tokens.tolist() == [
-            min(int(np.searchsorted(row, u, side="right")), vocabulary - 1)
-            for row, u in zip(ends, numbers, strict=True)
-        ]
+    def numbers(self, rows: int, vocabulary: int, seed: int = 0) -> torch.Tensor:
+        return torch.from_numpy(np.random.default_rng(seed).random((rows, numbers_per_token(vocabulary))))
 
-    @pytest.mark.parametrize("number", [0.0, 1 - 2.0**-53])
+    @pytest.mark.parametrize("vocabulary", [1, 255, 256, 257, 1000])
+    def test_tokens_come_as_often_as_their_probabilities_say(self, vocabulary):
+        logits = torch.from_numpy(np.random.default_rng(vocabulary).normal(size=(1, vocabulary)))
+        rows = 20_000
+        tokens = draw(logits.expand(rows, vocabulary), self.settings(rows, vocabulary), self.numbers(rows, vocabulary))
+        expected = rows * logits.softmax(1)[0].numpy()
+        counts = np.bincount(tokens.numpy(), minlength=vocabulary)
+        order = np.argsort(expected)  # rare tokens together, so that every cell is expected a few times
+        cells = np.cumsum(expected[order]) // 20
+        observed = np.bincount(cells.astype(int), weights=counts[order])
+        wanted = np.bincount(cells.astype(int), weights=expected[order])
+        observed, wanted = observed[wanted > 0], wanted[wanted > 0]
+        assert len(wanted) == 1 or scipy.stats.chisquare(observed, wanted).pvalue > 1e-4
+
+    @pytest.mark.parametrize("number", [2.0**-53, 1 - 2.0**-53])
     def test_a_token_of_probability_zero_is_never_drawn(self, number):
         logits = torch.full((1, 1000), -torch.inf)
         logits[0, [300, 700]] = 0.0
-        token = draw(logits, self.settings(1, 1000), torch.tensor([number], dtype=torch.float64))
-        assert token.item() == (300 if number == 0 else 700)
+        numbers = torch.full((1, numbers_per_token(1000)), number, dtype=torch.float64)
+        assert draw(logits, self.settings(1, 1000), numbers).item() in (300, 700)
+
+    def test_a_little_noise_in_the_logits_turns_almost_no_draw(self):
+        generator = torch.Generator().manual_seed(0)
+        logits = torch.randn(500, 50_000, generator=generator)
+        noisy = logits + 1e-4 * torch.randn(500, 50_000, generator=generator)
+        settings, numbers = self.settings(500, 50_000), self.numbers(500, 50_000)
+        assert (draw(logits, settings, numbers) != draw(noisy, settings, numbers)).sum() <= 1
 
     def test_top_p_of_a_flat_distribution_looks_past_its_first_guess(self):
         logits = torch.zeros(1, 5000)
         logits += torch.arange(5000) * -1e-4  # all different: 0.9 needs some 4,000 tokens
         probabilities = logits.double().softmax(1)[0]
         kept = int((probabilities.cumsum(0) < 0.9).sum()) + 1
-        last = draw(logits, self.settings(1, 5000, top_p=0.9), torch.tensor([1 - 2.0**-53], dtype=torch.float64))
-        assert last.item() == kept - 1
+        assert cut(logits, self.settings(1, 5000, top_p=0.9)).isfinite().sum() == kept
 
     def test_ties_at_the_border_of_top_k_are_kept(self):
         logits = torch.tensor([[1.0, 0.0, 0.0, -9.0]]).expand(400, 4)
-        numbers = (torch.arange(400, dtype=torch.float64) + 0.5) / 400
-        assert set(draw(logits, self.settings(400, 4, top_k=2), numbers).tolist()) == {0, 1, 2}
+        tokens = draw(logits, self.settings(400, 4, top_k=2), self.numbers(400, 4))
+        assert set(tokens.tolist()) == {0, 1, 2}
 
     def test_numbers_are_fixed_by_the_seed_and_their_place(self):
-        # computed with numpy 2.4: Philox is a fixed algorithm, so these never change
-        assert uniforms(0, 3).tolist() == uniforms(0, 100)[:3].tolist()
-        assert uniforms(1, 3).tolist() != uniforms(0, 3).tolist()
-        assert abs(np.mean([uniforms(seed, 1)[0] for seed in range(4000)]) - 0.5) < 0.02
+        one, alone = stream(0), stream(0)
+        first, second = uniforms([one, stream(1)], 3), uniforms([one, stream(1)], 3)
+        assert [*first[0], *second[0]] == uniforms([alone], 6)[0].tolist()
+        assert first[0].tolist() != first[1].tolist()
+        assert abs(np.mean([uniforms([stream(seed)], 1) for seed in range(4000)]) - 0.5) < 0.02
 
 
 def test_logits_that_are_nan_are_an_error_and_no_token():
     settings = Settings([Sampling()], [[0]], 4, torch.device("cpu"))
     with pytest.raises(FloatingPointError, match="NaN"):
-        draw(torch.full((1, 4), torch.nan), settings, torch.zeros(1, dtype=torch.float64))
+        draw(torch.full((1, 4), torch.nan), settings, torch.full((1, numbers_per_token(4)), 0.5, dtype=torch.float64))
 
 
 class TestSeeds:
