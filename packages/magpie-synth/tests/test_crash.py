@@ -38,6 +38,13 @@ def records(folder):
         return dict(db.execute("SELECT key, record FROM records"))
 
 
+def _count(folder):
+    try:
+        return len(records(folder))
+    except sqlite3.OperationalError:  # only just begun
+        return 0
+
+
 def without_times(folder):
     return {
         key: {name: value for name, value in json.loads(record).items() if name != "created"}
@@ -57,7 +64,7 @@ def test_killed_anywhere_the_rows_are_those_of_an_unbroken_run(tmp_path):
         finished = process.poll() is not None
         process.send_signal(signal.SIGKILL)
         process.communicate()
-        now = records(broken) if (broken / "run.sqlite").exists() else {}
+        now = records(broken) if (broken / "run.sqlite").exists() and _count(broken) else {}
         assert now.items() >= before.items()  # what was finished is there, byte for byte
         stages.update(key.split("/")[0] for key in now.keys() - before.keys())
         kills += len(now) > len(before)
@@ -91,7 +98,8 @@ def test_one_process_writes_to_a_folder_at_a_time(tmp_path, monkeypatch):
 
 def test_ctrl_c_leaves_a_state_that_goes_on(tmp_path):
     process = start(tmp_path, 0.02)
-    time.sleep(0.4)
+    while not ((tmp_path / "run.sqlite").exists() and _count(tmp_path)):
+        time.sleep(0.02)
     process.send_signal(signal.SIGINT)
     process.communicate()
     assert process.returncode != 0

@@ -12,7 +12,7 @@ from chapbook_shared.lm import Capabilities, Completion, LocalModel, OpenAIModel
 from magpie_synth import BackendError, InstructionSettings, Magpie, derive_template
 from magpie_synth.first_token import suppressed_ids
 
-ROWS = 400
+ROWS = 300
 
 
 @pytest.fixture(scope="module")

@@ -58,6 +58,7 @@ def test_a_run_that_was_cut_anywhere_ends_with_the_same_rows_to_the_last_bit(loc
     assert texts[0] == texts[1]
 
 
+@pytest.mark.slow
 def test_no_heading_comes_first_when_it_is_suppressed(local):
     settings = InstructionSettings(max_tokens=2, suppress_first=("I", "Can"))
     records = Magpie(local, instruction=settings).instructions(40)
