@@ -50,6 +50,7 @@ def test_sample_gguf_runs_llama_cpp_and_resumes(prompts, tmp_path):
     assert [row for row in check(out, n=3, max_tokens=6) if row["sample"] < 2] == before
 
 
+@pytest.mark.slow
 def test_sample_local_runs_transformers_with_the_template_that_it_counts(prompts, tmp_path):
     out = tmp_path / "s.jsonl"
     result = run(
