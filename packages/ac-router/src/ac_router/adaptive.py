@@ -52,6 +52,12 @@ class Scaling(NamedTuple):
 
     table: Tensor
     rows: Tensor
+    per_token: bool = False
+
+    @property
+    def weights(self) -> Tensor | None:
+        """The clusters' weights [clusters, dim]; None where each token has its own."""
+        return None if self.per_token else self.table[:-1]
 
 
 _collecting: ContextVar[bool] = ContextVar("ac_router_collecting", default=False)
@@ -198,6 +204,7 @@ class AdaptiveWeights(nn.Module):
     @torch.no_grad()
     def update(self, statistics: ClusterStatistics) -> None:
         """Move the running average towards these statistics."""
+        self._check_averages()
         if self.ema_count.dtype in (torch.float16, torch.bfloat16):  # `model.to(bfloat16)` converts buffers too.
             self.ema_count, self.ema_dispersion = self.ema_count.float(), self.ema_dispersion.float()
         count, dispersion = (values.to(self.ema_count) for values in statistics)
@@ -225,20 +232,17 @@ class AdaptiveWeights(nn.Module):
         shape: tuple[int, ...] | None = None,
         record: LayerRecord | None = None,
         statistics: ClusterStatistics | None = None,
-    ) -> tuple[Scaling, Tensor | None]:
-        """What to scale the tokens by, and the clusters' weights ([clusters, dim]; None where each token has its own).
+        complete: bool = False,
+    ) -> Scaling:
+        """What to scale the tokens by.
 
         `gates`: mix the weights of the k previous experts by these. `shape`: (batch, length), for causal statistics. `record`: this
-        layer's in this forward pass. `statistics`: in place of this batch's own.
+        layer's in this forward pass. `statistics`: in place of this batch's own. `complete`: no token is without an expert.
         """
-        if self.ema_count.is_meta and not hidden.is_meta:
-            raise RuntimeError(
-                "the running averages are on the meta device (offloaded by accelerate with offload_buffers=True, perhaps): patch a "
-                "model after it is dispatched, or leave buffers where they are"
-            )
-        prev = prev.to(hidden.device)
+        if prev.device != hidden.device:
+            prev = prev.to(hidden.device)
         if self.stats == "causal":
-            return self._weigh_causally(hidden, prev, mask, shape), None
+            return self._weigh_causally(hidden, prev, mask, shape)
         if record is not None and record.table is not None:
             table, statistics = record.table.to(hidden.device), record.statistics
         else:
@@ -249,7 +253,7 @@ class AdaptiveWeights(nn.Module):
                 record.learned = True
         if record is not None:
             record.table, record.statistics = table, statistics
-        return Scaling(table, mixing(prev, self.num_clusters, gates, table)), table[:-1]
+        return Scaling(table, mixing(prev, self.num_clusters, gates, table, complete=complete))
 
     def _choose(
         self, hidden: Tensor, prev: Tensor, mask: Tensor | None, statistics: ClusterStatistics | None
@@ -286,24 +290,37 @@ class AdaptiveWeights(nn.Module):
             min_count=self.min_count,
             mask=mask,
         )
-        return Scaling(weights.reshape(-1, self.dim), torch.arange(hidden.shape[0], device=hidden.device))
+        return Scaling(
+            weights.reshape(-1, self.dim), torch.arange(hidden.shape[0], device=hidden.device), per_token=True
+        )
 
     def _table(self) -> Tensor:
         """The running weights with the unit row, kept until the average moves: generation asks for it at every token."""
         if torch.compiler.is_compiling():
             return self._make_table()
-        buffers = (self.ema_count, self.ema_dispersion)
-        if any(buffer.is_inference() for buffer in buffers):  # Changes to these leave no mark.
+        # Not by way of `nn.Module.__getattr__`, which takes its time.
+        count, dispersion = self._buffers["ema_count"], self._buffers["ema_dispersion"]
+        assert count is not None
+        assert dispersion is not None
+        if count.is_inference() or dispersion.is_inference():  # Changes to these leave no mark.
             return self._make_table()
-        state = tuple((b.data_ptr(), b._version, b.device, b.dtype) for b in buffers)
+        state = (count.data_ptr(), count._version, dispersion.data_ptr(), dispersion._version)
         if self._running_table is None or self._running_table_of != state:
             # Outside of inference mode: the table must serve a later pass with gradient too.
             with torch.inference_mode(False):
                 self._running_table, self._running_table_of = self._make_table(), state
         return self._running_table
 
+    def _check_averages(self) -> None:
+        if self.ema_count.is_meta:
+            raise RuntimeError(
+                "the running averages are on the meta device (offloaded by accelerate with offload_buffers=True, perhaps): patch a "
+                "model after it is dispatched, or leave buffers where they are"
+            )
+
     @torch.no_grad()
     def _make_table(self) -> Tensor:
+        self._check_averages()
         count = self.ema_count.clone()
         dispersion = self.ema_dispersion.to(torch.promote_types(self.ema_dispersion.dtype, torch.float32))
         weights = weights_from_dispersion(dispersion, count > 0, norm=self.norm, eps=self.eps, clip=self.clip)

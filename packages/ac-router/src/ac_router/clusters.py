@@ -79,7 +79,8 @@ def flatten_assignment(prev: Int[Tensor, "..."], token_shape: tuple[int, ...]) -
         raise ValueError(
             f"prev has no choice for any token (shape {tuple(prev.shape)}): pass prev=None to route plainly"
         )
-    flat = prev.long().reshape(-1, choices)
+    flat = prev if prev.ndim == 2 and not own_column else prev.reshape(-1, choices)
+    flat = flat if flat.dtype == torch.int64 else flat.long()
     if flat.shape[0] != tokens:
         raise ValueError(
             f"hidden has {tokens} tokens but prev has assignments for {flat.shape[0]} (shapes {token_shape} + (dim,) and "
@@ -88,8 +89,8 @@ def flatten_assignment(prev: Int[Tensor, "..."], token_shape: tuple[int, ...]) -
     return flat
 
 
-def check_assignment(prev: Int[Tensor, "*any"], num_experts: int, *, check: bool | None = None) -> None:
-    """Raise ValueError for an expert index outside [0, num_experts) that is not -1 (no expert).
+def check_assignment(prev: Int[Tensor, "*any"], num_experts: int, *, check: bool | None = None) -> bool:
+    """Raise ValueError for an expert index outside [0, num_experts) that is not -1 (no expert); whether there is known to be no -1.
 
     `check=None` looks at the values only where that costs no synchronisation: on the CPU and not under `torch.compile`.
     """
@@ -102,6 +103,8 @@ def check_assignment(prev: Int[Tensor, "*any"], num_experts: int, *, check: bool
                 f"prev holds expert indices from {low} to {high}, but must lie in [0, {num_experts}), or be -1 for a token that no "
                 "expert took (pass the previous layer's number of experts if it differs)"
             )
+        return low >= 0
+    return False
 
 
 @torch.no_grad()
@@ -391,11 +394,14 @@ def with_unit_row(weights: Float[Tensor, "experts dim"]) -> Float[Tensor, "exper
     return torch.cat([weights, weights.new_ones(1, weights.shape[1])])
 
 
-def mixing(prev: Tensor, num_experts: int, gates: Tensor | None, table: Tensor) -> Tensor:
-    """Which row of the table each token takes: [tokens] indices, or with gates the [tokens, experts + 1] shares of the rows."""
+def mixing(prev: Tensor, num_experts: int, gates: Tensor | None, table: Tensor, *, complete: bool = False) -> Tensor:
+    """Which row of the table each token takes: [tokens] indices, or with gates the [tokens, experts + 1] shares of the rows.
+
+    `complete`: all indices are known to be of experts. Few operations then, as every generated token pays for them in every layer.
+    """
     if gates is None:
-        prev = prev[:, 0]
-    index = torch.where((prev >= 0) & (prev < num_experts), prev, num_experts)
+        prev = prev.select(1, 0)
+    index = prev if complete else torch.where((prev >= 0) & (prev < num_experts), prev, num_experts)
     if gates is None:
         return index
     if gates.shape != prev.shape:
@@ -432,7 +438,8 @@ def _rows(table: Tensor, rows: Tensor) -> Tensor:
 
 def _scale(hidden: Tensor, table: Tensor, rows: Tensor) -> Tensor:
     if hidden.numel() <= BLOCK_ELEMENTS:
-        return torch.mul(hidden, _rows(table, rows)).to(hidden.dtype)
+        scaled = hidden * _rows(table, rows)
+        return scaled if scaled.dtype == hidden.dtype else scaled.to(hidden.dtype)
     scaled = torch.empty(hidden.shape, dtype=hidden.dtype, device=hidden.device)
     for block, row, out in _blocks(hidden, rows, scaled):
         torch.mul(block, _rows(table, row), out=out)

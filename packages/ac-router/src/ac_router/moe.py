@@ -202,8 +202,8 @@ class ACSoftMoE(nn.Module):
         if indices is not None:
             flat = flatten_assignment(indices, (batch, length))
             check_assignment(flat, self.adaptive.num_clusters)
-            scaling, weights = self.adaptive.weigh(tokens, flat, gates=gates, mask=mask, record=record)
-            scaled = scale_by_table(tokens, *scaling)
+            scaling = self.adaptive.weigh(tokens, flat, gates=gates, mask=mask, record=record)
+            scaled, weights = scale_by_table(tokens, scaling.table, scaling.rows), scaling.weights
 
         logits = self._score(scaled).reshape(batch, length, -1)
         dispatch_logits = logits

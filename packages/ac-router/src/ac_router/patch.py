@@ -39,6 +39,7 @@ class RouterFamily:
     logits: int = 0
     gates: int = 1
     indices: int = 2
+    complete: bool = True  # No index is -1.
 
 
 _families: dict[str, RouterFamily] = {
@@ -55,7 +56,9 @@ def register_router(router: type[nn.Module] | str, *, logits: int = 0, gates: in
     Such a router is called with the tokens as its first argument ([..., dim]) and returns a tuple with logits [tokens, experts], gate
     weights [tokens, k] and indices [tokens, k], best first, at the given places. It has a `weight` [experts, dim].
     """
-    _families[router if isinstance(router, str) else router.__name__] = RouterFamily(logits, gates, indices)
+    _families[router if isinstance(router, str) else router.__name__] = RouterFamily(
+        logits, gates, indices, complete=False
+    )
 
 
 def patch_model(
@@ -126,6 +129,7 @@ def patch_model(
                 site.layer,
                 sites[at - 1].layer,
                 decoder[site.layer],
+                complete=sites[at - 1].family.complete,
                 mix=mix_weights,
                 from_previous=stat_source == "previous",
                 safe=safe,
@@ -138,6 +142,7 @@ def patch_model(
                 site.family,
                 previous=sites[at - 1].layer if site.layer in chosen else None,
                 next_gate=sites[at + 1].gate if stat_source == "previous" and site.layer in needed else None,
+                keep_gates=mix_weights,
                 safe=safe,
             )
             patch.handles.append(gate.register_forward_hook(after, with_kwargs=True))
@@ -398,12 +403,13 @@ class _BeforeRouter:
         previous: int,
         block: nn.Module,
         *,
+        complete: bool,
         mix: bool,
         from_previous: bool,
         safe: bool,
     ):
         self.holder, self.layer, self.previous, self.block = holder, layer, previous, block
-        self.mix, self.from_previous, self.safe = mix, from_previous, safe
+        self.complete, self.mix, self.from_previous, self.safe = complete, mix, from_previous, safe
 
     def __call__(self, gate: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]] | None:
         state = self.holder.get()
@@ -419,22 +425,25 @@ class _BeforeRouter:
             return None
         name = "" if args else next(iter(kwargs))
         hidden = args[0] if args else kwargs[name]
-        tokens = hidden.reshape(-1, hidden.shape[-1])
+        tokens = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
         adaptive = gate.ac_weights
         assert isinstance(adaptive, AdaptiveWeights)
         record = state.record(self.layer)
-        scaling, weights = adaptive.weigh(
+        prev = before.indices if self.complete else flatten_assignment(before.indices, (tokens.shape[0],))
+        scaling = adaptive.weigh(
             tokens,
-            flatten_assignment(before.indices, (tokens.shape[0],)),
+            prev,
             gates=before.gates.to(tokens.device) if self.mix and before.gates is not None else None,
             mask=state.mask,
             shape=state.shape,
             record=record,
             statistics=before.next_statistics if self.from_previous else None,
+            complete=self.complete,
         )
         if self.from_previous or is_watching():
-            record.pending = (tokens, weights)
-        scaled = scale_by_table(tokens, *scaling).reshape(hidden.shape)
+            record.pending = (tokens, scaling.weights)
+        scaled = scale_by_table(tokens, scaling.table, scaling.rows)
+        scaled = scaled if hidden.ndim == 2 else scaled.reshape(hidden.shape)
         return ((scaled, *args[1:]), kwargs) if args else (args, {**kwargs, name: scaled})
 
 
@@ -449,10 +458,11 @@ class _AfterRouter:
         *,
         previous: int | None,
         next_gate: nn.Module | None,
+        keep_gates: bool,
         safe: bool,
     ):
         self.holder, self.layer, self.family, self.previous = holder, layer, family, previous
-        self.next_gate, self.safe = next_gate, safe
+        self.next_gate, self.keep_gates, self.safe = next_gate, keep_gates, safe
 
     def __call__(self, gate: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         state = self.holder.get()
@@ -461,12 +471,16 @@ class _AfterRouter:
         if self.safe:
             self.holder.set(None)
         record = state.record(self.layer)
+        indices = output[self.family.indices]
+        if record.indices is None:  # A recomputed layer keeps what it chose the first time.
+            record.indices = indices
+            if self.keep_gates:
+                record.gates = output[self.family.gates].detach()
+        if self.next_gate is None and not is_watching():
+            return
         hidden = args[0] if args else next(iter(kwargs.values()))
         tokens, weights = (hidden.reshape(-1, hidden.shape[-1]), None) if record.pending is None else record.pending
         record.pending = None
-        indices = output[self.family.indices]
-        if record.indices is None:  # A recomputed layer keeps what it chose the first time.
-            record.indices, record.gates = indices, output[self.family.gates].detach()
         if self.next_gate is not None and record.next_statistics is None:
             adaptive = self.next_gate.ac_weights
             assert isinstance(adaptive, AdaptiveWeights)

@@ -177,10 +177,10 @@ class ACRouter(nn.Module):
             prev = prev.indices
         record = state.record(layer) if state is not None else None
 
-        scaling, weights, flat = None, None, None
+        scaling, flat = None, None
         if prev is not None:
             flat = flatten_assignment(prev, shape)
-            check_assignment(flat, self.adaptive.num_clusters)
+            complete = check_assignment(flat, self.adaptive.num_clusters)
             gates = None
             if self.mix_weights:
                 if prev_weights is None:
@@ -196,7 +196,7 @@ class ACRouter(nn.Module):
                     )
                 source = prev_hidden.reshape(-1, self.dim)
                 statistics = self.adaptive.statistics(source, valid_labels(flat, mask).to(source.device))
-            scaling, weights = self.adaptive.weigh(
+            scaling = self.adaptive.weigh(
                 tokens,
                 flat,
                 gates=gates,
@@ -204,6 +204,7 @@ class ACRouter(nn.Module):
                 shape=shape if len(shape) == 2 else None,
                 record=record,
                 statistics=statistics,
+                complete=complete,
             )
         logits = self.score(tokens, scaling)
         gate, indices = self.choose(logits)
@@ -214,6 +215,7 @@ class ACRouter(nn.Module):
         aux_loss = load_balance_loss(
             logits, indices, mask=mask, temperature=self.balance_temperature, process_group=process_group
         )
+        weights = None if scaling is None else scaling.weights
         observe(self, logits, indices, flat, weights, mask, plain=lambda: self.score(tokens))
         return RouterOutput(logits, gate, indices, aux_loss, weights)
 
@@ -228,12 +230,12 @@ class ACRouter(nn.Module):
                 weight = F.normalize(weight, dim=-1, eps=1e-4)
             if self.router == "cosine":
                 hidden = hidden.to(dtype)
-                hidden = hidden if scaling is None else scale_by_table(hidden, *scaling)
+                hidden = hidden if scaling is None else scale_by_table(hidden, scaling.table, scaling.rows)
                 logits = F.linear(F.normalize(hidden, dim=-1, eps=1e-4) / self.cosine_temperature, weight)
             elif scaling is None:
                 logits = F.linear(hidden.to(dtype), weight)
             else:
-                logits = scaled_linear(hidden, *scaling, weight)
+                logits = scaled_linear(hidden, scaling.table, scaling.rows, weight)
             return logits if self.bias is None else logits + self.bias.to(dtype)
 
     def choose(
