@@ -1,5 +1,6 @@
 """One process of a two-process gloo run: trains the tiny model and writes its weights. Started by test_distributed."""
 
+import copy
 import importlib.util
 import sys
 from pathlib import Path
@@ -64,15 +65,26 @@ def shard_on_cpu(args):
 
 
 FSDP = {"fsdp": True, "fsdp_config": {"version": 2, "transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
+AUTO = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping")
+DEEPSPEED = {
+    "deepspeed": {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True}
+    | dict.fromkeys(AUTO, "auto")
+}
+KINDS = {"ddp": {}, "fsdp": FSDP, "deepspeed": DEEPSPEED}
 
 
 if __name__ == "__main__":
     output, kind, *methods = sys.argv[1:]
     for name in methods:
-        trainer = train(output, name, per_device=1, accumulation=2, **(FSDP if kind == "fsdp" else {}))
+        settings = copy.deepcopy(KINDS[kind])
+        if kind == "deepspeed" and name.startswith("NPO"):
+            settings["precompute_ref"] = True
+        trainer = train(output, name, per_device=1, accumulation=2, **settings)
         scores = trainer.evaluate()
         state = trainer.accelerator.get_state_dict(trainer.model_wrapped)
-        assert any(type(p).__name__ == "DTensor" for p in trainer.model_wrapped.parameters()) == (kind == "fsdp")
+        sharded = any(type(p).__name__ == "DTensor" for p in trainer.model_wrapped.parameters())
+        assert sharded == (kind == "fsdp")
+        assert trainer.is_deepspeed_enabled == (kind == "deepspeed")
         if trainer.is_world_process_zero():
             saved = {"state": state, "log": trainer.state.log_history, "scores": scores}
             torch.save(saved, Path(output) / f"{name}.pt")

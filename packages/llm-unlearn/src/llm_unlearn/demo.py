@@ -237,11 +237,11 @@ def trade_off(results: Mapping[str, Iterable[dict[str, Measured]]]) -> Any:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(6, 4.2))
-    for name, runs in results.items():
+    for i, (name, runs) in enumerate(results.items()):
         points = [(efficacy(r["forget"]), fmean((r["retain"]["probability"], r["retain"]["rouge"]))) for r in runs]
-        axes.scatter(
-            [x for x, _ in points], [y for _, y in points], s=60, label=name, marker="*" if name == "taught" else "o"
-        )
+        x, y = zip(*points, strict=True)
+        marker = "*" if "taught" in name else "o"
+        axes.scatter(x, y, s=60, label=name, marker=marker, color=pyplot.colormaps["tab20"](i))
     axes.set(
         xlabel="forget efficacy (partial)",
         ylabel="retain: mean of probability and ROUGE-L",
