@@ -10,12 +10,16 @@ looks at kept rows only: it keeps a and c. Both depend on the order of the rows:
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
+from threadpoolctl import threadpool_info, threadpool_limits
 
 from chapbook_shared.embed import Embedder
 from chapbook_shared.validate import check_choice, check_positive, import_extra
@@ -69,37 +73,74 @@ def nearest(
 ) -> Neighbors:
     """All nearest neighbours and repeats of rows (made unit vectors first), exactly.
 
-    `threshold` is the squared distance below which two rows repeat each other. Memory is `block`² float32 values beside the rows.
+    `threshold` is the squared distance below which two rows repeat each other. Memory is `block`² float32 values a thread beside the rows.
     """
     check_positive("threshold", threshold)
     rows = unit_rows(vectors, ids)
-    count = len(rows)
-    closest = np.full(count, -np.inf, dtype=np.float32)
-    repeats = np.zeros(count, dtype=np.int64)
-    first = np.full(count, count, dtype=np.int64)
-    border = np.float32(1 - threshold / 2)
-    for i in range(0, count, block):
-        left = rows[i : i + block]
-        for j in range(i, count, block):
-            right = rows[j : j + block]
-            similar = left @ right.T
-            if i == j:
-                np.fill_diagonal(similar, -np.inf)
-            by_row = similar.max(axis=1)
-            np.maximum(closest[i : i + block], by_row, out=closest[i : i + block])
-            if i != j:
-                by_column = similar.max(axis=0)
-                np.maximum(closest[j : j + block], by_column, out=closest[j : j + block])
-            near = np.flatnonzero(by_row > border - _NEAR)
-            if len(near) == 0:
-                continue
-            close = _close(similar[near], left[near], right, threshold)
-            _note(close, i + near, j, repeats, first)
-            if i != j:
-                _note(close.T, np.arange(j, j + len(right)), i, repeats, first, columns=near)
-    distance = np.maximum(2 - 2 * closest.astype(np.float64), 0)
+    tally = _Tally(len(rows))
+    with _alone() as workers, ThreadPoolExecutor(max_workers=workers) as pool:
+        strips = range(0, len(rows), block)
+        for _ in pool.map(lambda start: _strip(rows, start, block, threshold, tally), strips):
+            pass  # raises what a strip raised
+    distance = np.maximum(2 - 2 * tally.closest.astype(np.float64), 0)
     distance[_copies(rows, np.flatnonzero(distance < 4 * _NEAR))] = 0
-    return Neighbors(distance, repeats, np.where(first == count, -1, first), threshold)
+    return Neighbors(distance, tally.repeats, np.where(tally.first == len(rows), -1, tally.first), threshold)
+
+
+class _Tally:
+    """What is known of each row so far. Strips that run at the same time add to it in turn."""
+
+    def __init__(self, count: int) -> None:
+        self.closest = np.full(count, -np.inf, dtype=np.float32)
+        self.repeats = np.zeros(count, dtype=np.int64)
+        self.first = np.full(count, count, dtype=np.int64)
+        self.lock = threading.Lock()
+
+    def see(self, start: int, similar: Float[np.ndarray, "some"]) -> None:
+        """The largest cosine of rows from `start` on, as far as one block shows it."""
+        part = self.closest[start : start + len(similar)]
+        np.maximum(part, similar, out=part)
+
+    def note(
+        self,
+        close: Bool[np.ndarray, "rows others"],
+        rows: Int[np.ndarray, "rows"],
+        others: Int[np.ndarray, "others"],
+    ) -> None:
+        """Count the close pairs of `rows`, and take note of the earliest of `others` (in rising order)."""
+        counts = close.sum(axis=1)
+        self.repeats[rows] += counts
+        some = counts > 0
+        self.first[rows[some]] = np.minimum(self.first[rows[some]], others[close[some].argmax(axis=1)])
+
+
+def _strip(rows: Float[np.ndarray, "rows dim"], start: int, block: int, threshold: float, tally: _Tally) -> None:
+    """Compare the rows of one block with each other and with all rows after them."""
+    left = rows[start : start + block]
+    border = np.float32(1 - threshold / 2)
+    for j in range(start, len(rows), block):
+        right = rows[j : j + block]
+        similar = left @ right.T
+        if j == start:
+            np.fill_diagonal(similar, -np.inf)
+        by_row, by_column = similar.max(axis=1), similar.max(axis=0)
+        near = np.flatnonzero(by_row > border - _NEAR)
+        close = _close(similar[near], left[near], right, threshold) if len(near) else None
+        with tally.lock:
+            tally.see(start, by_row)
+            tally.see(j, by_column)
+            if close is not None:
+                tally.note(close, start + near, np.arange(j, j + len(right)))
+                if j != start:  # within a block each pair is there in both directions
+                    tally.note(close.T, np.arange(j, j + len(right)), start + near)
+
+
+@contextmanager
+def _alone() -> Iterator[int]:
+    """One BLAS thread for each of as many workers as BLAS would have threads: blocks are too small to be shared well."""
+    threads = [library["num_threads"] for library in threadpool_info() if library["user_api"] == "blas"]
+    with threadpool_limits(limits=1, user_api="blas"):
+        yield max(threads, default=1)
 
 
 def nearest_faiss(vectors: Float[np.ndarray, "rows dim"], *, k: int = 500) -> Float[np.ndarray, "rows"]:
@@ -177,24 +218,6 @@ def _close(
         gap = left[place].astype(np.float64) - right[other].astype(np.float64)
         close[place, other] = float(gap @ gap) < threshold
     return close
-
-
-def _note(
-    close: Bool[np.ndarray, "rows others"],
-    rows: Int[np.ndarray, "rows"],
-    start: int,
-    repeats: Int[np.ndarray, "all"],
-    first: Int[np.ndarray, "all"],
-    *,
-    columns: Int[np.ndarray, "others"] | None = None,
-) -> None:
-    """Count the close pairs of `rows`, and take note of the earliest."""
-    counts = close.sum(axis=1)
-    repeats[rows] += counts
-    some = counts > 0
-    earliest = close[some].argmax(axis=1)
-    earliest = start + (earliest if columns is None else columns[earliest])
-    first[rows[some]] = np.minimum(first[rows[some]], earliest)
 
 
 def _copies(rows: Float[np.ndarray, "rows dim"], candidates: Int[np.ndarray, "some"]) -> list[int]:
