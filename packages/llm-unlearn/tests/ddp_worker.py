@@ -74,8 +74,8 @@ KINDS = {"ddp": {}, "fsdp": FSDP, "deepspeed": DEEPSPEED}
 
 
 if __name__ == "__main__":
-    output, kind, *methods = sys.argv[1:]
-    for name in methods:
+    output, *runs = sys.argv[1:]  # such as fsdp:ME+GD
+    for kind, name in (run.split(":") for run in runs):
         settings = copy.deepcopy(KINDS[kind])
         if kind == "deepspeed" and name.startswith("NPO"):
             settings["precompute_ref"] = True
@@ -87,6 +87,6 @@ if __name__ == "__main__":
         assert trainer.is_deepspeed_enabled == (kind == "deepspeed")
         if trainer.is_world_process_zero():
             saved = {"state": state, "log": trainer.state.log_history, "scores": scores}
-            torch.save(saved, Path(output) / f"{name}.pt")
+            torch.save(saved, Path(output) / f"{kind}-{name}.pt")
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -11,24 +11,12 @@ SPEC = importlib.util.spec_from_file_location("ddp_worker", Path(__file__).paren
 worker = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(worker)
 train = worker.train
-METHODS = {
-    "ddp": ("NPO+KL", "ME+GD", "IDK+AP"),
-    "fsdp": ("NPO+KL", "ME+GD", "IDK+AP"),
-    "deepspeed": ("NPO+GD", "ME+GD", "IDK+AP"),
-}
+RUNS = [f"{kind}:{method}" for kind in ("ddp", "fsdp") for method in ("NPO+KL", "ME+GD", "IDK+AP")]
+DEEPSPEED = ["deepspeed:NPO+GD", "deepspeed:ME+GD", "deepspeed:IDK+AP"]
 
 
-def kinds():
-    """DeepSpeed compiles its communication for a CPU at the first use, which takes minutes."""
-    return [pytest.param(k, marks=pytest.mark.slow) if k == "deepspeed" else k for k in METHODS]
-
-
-@pytest.fixture(scope="module", params=kinds())
-def two_processes(tmp_path_factory, request):
-    """What two gloo processes trained: replicated (DDP), sharded (FSDP2), or with sharded gradients (ZeRO 2), all through accelerate."""
-    if request.param == "deepspeed":
-        pytest.importorskip("deepspeed")
-    output = tmp_path_factory.mktemp(request.param)
+def two_processes(output, runs):
+    """Two gloo processes train replicated (DDP), sharded (FSDP2) or with sharded gradients (ZeRO 2), all through accelerate."""
     here = Path(__file__).parent
     environment = os.environ | {
         "WORLD_SIZE": "2",
@@ -36,11 +24,10 @@ def two_processes(tmp_path_factory, request):
         "MASTER_ADDR": "127.0.0.1",
         "OMP_NUM_THREADS": "1",
     }
-    port = 20_000 + (len(METHODS) * os.getpid() + list(METHODS).index(request.param)) % 20_000
-    environment["MASTER_PORT"] = str(port)
+    environment["MASTER_PORT"] = str(20_000 + (2 * os.getpid() + len(runs) % 2) % 20_000)
     processes = [
         subprocess.Popen(
-            [sys.executable, str(here / "ddp_worker.py"), str(output), request.param, *METHODS[request.param]],
+            [sys.executable, str(here / "ddp_worker.py"), str(output), *runs],
             env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
@@ -51,14 +38,35 @@ def two_processes(tmp_path_factory, request):
     ]
     outputs = [process.communicate(timeout=600)[0] for process in processes]
     assert [process.returncode for process in processes] == [0, 0], outputs
-    return request.param, output
+    return output
 
 
-@pytest.mark.parametrize("place", range(3))
-def test_two_processes_equal_one_when_their_shares_differ_in_size(two_processes, place, tmp_path):
-    kind, output = two_processes
-    method = METHODS[kind][place]
-    saved = torch.load(output / f"{method}.pt", weights_only=True)
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    return two_processes(tmp_path_factory.mktemp("trained"), RUNS)
+
+
+@pytest.fixture(scope="module")
+def trained_by_deepspeed(tmp_path_factory):
+    """DeepSpeed compiles its communication for a CPU at the first use, which takes minutes."""
+    pytest.importorskip("deepspeed")
+    return two_processes(tmp_path_factory.mktemp("deepspeed"), DEEPSPEED)
+
+
+@pytest.mark.parametrize("run", RUNS)
+def test_two_processes_equal_one_when_their_shares_differ_in_size(trained, run, tmp_path):
+    check_against_one_process(trained, run, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("run", DEEPSPEED)
+def test_two_processes_under_deepspeed_equal_one(trained_by_deepspeed, run, tmp_path):
+    check_against_one_process(trained_by_deepspeed, run, tmp_path)
+
+
+def check_against_one_process(output, run, tmp_path):
+    kind, method = run.split(":")
+    saved = torch.load(output / f"{kind}-{method}.pt", weights_only=True)
     alone = train(str(tmp_path), method, per_device=4, accumulation=1)
     for name, value in alone.model.state_dict().items():
         torch.testing.assert_close(saved["state"][name], value, atol=1e-6, rtol=1e-5, msg=name)

@@ -354,6 +354,8 @@ def test_warm_up_is_one_epoch_or_none_if_an_epoch_is_one_step(tmp_path):
         ({"pad_to": 500}, "pad_to must be >= max_length, got 500 and 512: set max_length=500 too"),
         ({"max_forget_loss": 5.0, "method": "IDK+AP"}, "which IDK.AP never reads"),
         ({"num_train_epochs": -1}, "num_train_epochs must be positive"),
+        ({"learning_rate": "fast"}, "learning_rate must be >= 0 and finite, got 'fast'"),
+        ({"seed": "one"}, "seed must be an integer, got 'one'"),
         ({"learning_rate": float("nan")}, "learning_rate must be >= 0 and finite"),
         ({"per_device_train_batch_size": 0}, "per_device_train_batch_size must be >= 1"),
         ({"remove_unused_columns": True}, "must be False"),
@@ -364,7 +366,7 @@ def test_wrong_settings(tmp_path, settings, message):
     settled = config(tmp_path)
     for name, value in settings.items():
         setattr(settled, name, value)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises((ValueError, TypeError), match=message):
         settled.__post_init__()
 
 
