@@ -89,3 +89,11 @@ def test_pairs_are_checked_on_request():
 def test_bad_rules_are_refused(kwargs, message):
     with pytest.raises(ValueError, match=message):
         transformer_taus(**kwargs)
+
+
+def test_branches_of_several_models_share_one_input_under_vmap():
+    x = torch.randn(4, 3, dtype=torch.float64)
+    weights = torch.randn(5, 3, 3, dtype=torch.float64)
+    got = torch.func.vmap(lambda w: U.residual_apply(lambda b: b @ w, x, 0.5))(weights)
+    each = [U.residual_apply(lambda b, w=w: b @ w, x, 0.5) for w in weights]
+    torch.testing.assert_close(got, torch.stack(each))

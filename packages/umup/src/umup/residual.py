@@ -28,40 +28,45 @@ class ResidualPairError(RuntimeError):
     """A `residual_add` without its `residual_split`, or with another tau."""
 
 
+def _weighted_sum(branch: Tensor, skip: Tensor, tau: float) -> Tensor:
+    """`(tau * branch + skip) / sqrt(1 + tau^2)` in two passes and the memory of one result."""
+    return torch.add(skip, branch, alpha=tau).mul_(residual_weights(tau)[1])
+
+
 class _Split(torch.autograd.Function):
-    """Two views of x; backward is one fused `branch * a + skip * b` in place of two scalings and a sum."""
+    """Two views of x; backward is one weighted sum in place of two scalings and a sum."""
 
     generate_vmap_rule = True
 
     @staticmethod
     @with_signature
-    def forward(x: Any, branch_weight: Any, skip_weight: Any) -> Any:
+    def forward(x: Any, tau: Any) -> Any:
         return x.view_as(x), x.view_as(x)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
-        ctx.weights = inputs[1:]
+        ctx.tau = inputs[1]
         ctx.set_materialize_grads(False)
 
     @staticmethod
     def backward(ctx: Any, grad_branch: Any, grad_skip: Any) -> Any:
-        branch_weight, skip_weight = ctx.weights
+        branch_weight, skip_weight = residual_weights(ctx.tau)
         if grad_branch is None:
-            return None if grad_skip is None else grad_skip * skip_weight, None, None
+            return None if grad_skip is None else grad_skip * skip_weight, None
         if grad_skip is None:
-            return grad_branch * branch_weight, None, None
-        return torch.add(grad_skip * skip_weight, grad_branch, alpha=branch_weight), None, None
+            return grad_branch * branch_weight, None
+        return _weighted_sum(grad_branch, grad_skip, ctx.tau), None
 
 
 class _Add(torch.autograd.Function):
-    """`branch * a + skip * b`, gradients unscaled."""
+    """The weighted sum, gradients unscaled."""
 
     generate_vmap_rule = True
 
     @staticmethod
     @with_signature
-    def forward(branch: Any, skip: Any, branch_weight: Any, skip_weight: Any) -> Any:
-        return torch.add(skip * skip_weight, branch, alpha=branch_weight)
+    def forward(branch: Any, skip: Any, tau: Any) -> Any:
+        return _weighted_sum(branch, skip, tau)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
@@ -69,7 +74,7 @@ class _Add(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Any) -> Any:
-        return grad, grad, None, None
+        return grad, grad, None
 
 
 _checking = [False]
@@ -100,7 +105,8 @@ def residual_split(
     x: Float[Tensor, "*shape"], tau: float = 1.0
 ) -> tuple[Float[Tensor, "*shape"], Float[Tensor, "*shape"]]:
     """(branch, skip), both x; the branch's gradient is multiplied by tau/sqrt(1+tau^2), the skip's by 1/sqrt(1+tau^2)."""
-    branch, skip = _Split.apply(x, *residual_weights(tau))
+    residual_weights(tau)
+    branch, skip = _Split.apply(x, tau)
     if _checking[0]:
         skip.umup_tau = tau
     return branch, skip
@@ -116,7 +122,7 @@ def residual_add(
             raise ResidualPairError("residual_add got a skip that no residual_split made: split first, or use Residual")
         if split_tau != tau:
             raise ResidualPairError(f"residual_add got tau={tau}, but its skip was split with tau={split_tau}")
-    return _Add.apply(branch, skip, *residual_weights(tau))
+    return _Add.apply(branch, skip, tau)
 
 
 def residual_apply(
