@@ -18,7 +18,7 @@ from ac_router import patch_model
 from chapbook_shared.bench import Comparison, main
 
 NEW = 16
-PAIRS = 40
+PAIRS = {1: 120, 8: 40}  # By batch size.
 
 
 def seconds(model: Any, ids: torch.Tensor) -> float:
@@ -45,9 +45,9 @@ def run() -> Iterator[Comparison]:
     ids = torch.randint(0, 4096, (8, 64))
     for model in (plain, patched):
         model.eval()
-    for batch in (1, 8):
+    for batch, pairs in PAIRS.items():
         times: list[tuple[float, float]] = []
-        for pair in range(PAIRS + 3):
+        for pair in range(pairs + 3):
             order = (patched, plain) if pair % 2 else (plain, patched)
             first, second = (seconds(model, ids[:batch]) for model in order)
             times.append((first, second) if pair % 2 else (second, first))

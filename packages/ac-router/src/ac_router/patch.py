@@ -6,7 +6,7 @@ So `output_router_logits`, the auxiliary loss, adapters and quantisation on the 
 How a router learns what the previous layer chose: the model's forward makes a `RoutingState` and passes it down as a keyword
 argument, which these models hand through each decoder layer to its attention; there a hook takes it out and holds it ready for the router
 of the same layer. The state thus travels with the arguments that gradient checkpointing keeps for recomputation, in whatever
-thread that happens, and belongs to one forward pass only.
+thread that happens, and belongs to one forward pass only. (Without gradient it is simply held ready for all layers until the end.)
 """
 
 import inspect
@@ -353,7 +353,8 @@ class _StartOfPass:
                 "stats='causal' needs every sequence whole, but a cache holds its earlier tokens: pass use_cache=False, or patch "
                 "with stats='ema' for generation"
             )
-        if self.passes_state:
+        # Without gradient nothing is recomputed, and the shorter way will do.
+        if self.passes_state and (torch.is_grad_enabled() or torch.compiler.is_compiling()):
             return args, {**kwargs, STATE: state}
         self.holder.set(state)
         return args, kwargs
@@ -468,7 +469,7 @@ class _AfterRouter:
         state = self.holder.get()
         if state is None:
             return
-        if self.safe:
+        if self.safe and torch.is_grad_enabled():
             self.holder.set(None)
         record = state.record(self.layer)
         indices = output[self.family.indices]
