@@ -204,7 +204,6 @@ class AdaptiveWeights(nn.Module):
     @torch.no_grad()
     def update(self, statistics: ClusterStatistics) -> None:
         """Move the running average towards these statistics."""
-        self._check_averages()
         if self.ema_count.dtype in (torch.float16, torch.bfloat16):  # `model.to(bfloat16)` converts buffers too.
             self.ema_count, self.ema_dispersion = self.ema_count.float(), self.ema_dispersion.float()
         count, dispersion = (values.to(self.ema_count) for values in statistics)
@@ -243,6 +242,7 @@ class AdaptiveWeights(nn.Module):
             prev = prev.to(hidden.device)
         if self.stats == "causal":
             return self._weigh_causally(hidden, prev, mask, shape)
+        self._check_averages(hidden)
         if record is not None and record.table is not None:
             table, statistics = record.table.to(hidden.device), record.statistics
         else:
@@ -311,8 +311,8 @@ class AdaptiveWeights(nn.Module):
                 self._running_table, self._running_table_of = self._make_table(), state
         return self._running_table
 
-    def _check_averages(self) -> None:
-        if self.ema_count.is_meta:
+    def _check_averages(self, hidden: Tensor) -> None:
+        if self._buffers["ema_count"].is_meta and not hidden.is_meta:  # type: ignore[union-attr]  # registered
             raise RuntimeError(
                 "the running averages are on the meta device (offloaded by accelerate with offload_buffers=True, perhaps): patch a "
                 "model after it is dispatched, or leave buffers where they are"
@@ -320,7 +320,6 @@ class AdaptiveWeights(nn.Module):
 
     @torch.no_grad()
     def _make_table(self) -> Tensor:
-        self._check_averages()
         count = self.ema_count.clone()
         dispersion = self.ema_dispersion.to(torch.promote_types(self.ema_dispersion.dtype, torch.float32))
         weights = weights_from_dispersion(dispersion, count > 0, norm=self.norm, eps=self.eps, clip=self.clip)
