@@ -5,12 +5,17 @@ warning that one of our own modules raises is an error. Nothing here imports a p
 """
 
 import os
+import signal
 from pathlib import Path
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRANSFORMERS_OFFLINE"] = "1"
 os.environ["MPLBACKEND"] = "Agg"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+
+# A shell starts what runs in the background with Ctrl-C ignored, and children inherit that: tests that send it would wait for ever.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 from jaxtyping import install_import_hook
