@@ -60,7 +60,9 @@ def test_killed_anywhere_the_rows_are_those_of_an_unbroken_run(tmp_path):
     generator = random.Random(0)
     for _ in range(40):
         process = start(broken)
-        time.sleep(generator.uniform(0.05, 0.4))
+        enough = len(before) + generator.randint(1, 30)
+        while process.poll() is None and _count(broken) < enough:
+            time.sleep(0.001)
         finished = process.poll() is not None
         process.send_signal(signal.SIGKILL)
         process.communicate()
