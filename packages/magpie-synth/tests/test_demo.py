@@ -2,8 +2,17 @@
 
 import pytest
 
+from chapbook_shared.lm import LocalModel, OpenVINOModel
 from chapbook_shared.progress import Progress
-from magpie_synth.demo import Sizes, evidence
+from magpie_synth.demo import Sizes, evidence, small_model
+
+
+def test_without_the_conversion_the_model_runs_in_transformers(monkeypatch):
+    def fails(**_):
+        raise FileNotFoundError("uv is needed to convert the model")
+
+    monkeypatch.setattr(OpenVINOModel, "smollm2", fails)
+    assert isinstance(small_model(), LocalModel)
 
 
 @pytest.mark.slow

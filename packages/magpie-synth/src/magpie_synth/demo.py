@@ -71,7 +71,7 @@ def evidence(out: Path, sizes: Sizes, *, seed: int, progress: Progress, conclusi
     with progress.task("generating", total=6) as task:
         before = killed_in_the_middle(out, sizes, seed)
         task.advance()
-        model = lm.OpenVINOModel.smollm2()
+        model = small_model()
         magpie = job(model, sizes, seed)
         run = resumed(magpie, out, sizes, before, report)
         task.advance()
@@ -88,7 +88,7 @@ def evidence(out: Path, sizes: Sizes, *, seed: int, progress: Progress, conclusi
         task.advance()
     _look(report, run)
     report.note(
-        "SmolLM2-135M-Instruct in float32 (OpenVINO), MiniLM distances (squared, unit vectors). The instructions of a model this "
+        f"SmolLM2-135M-Instruct in float32 ({type(model).__name__}), MiniLM distances (squared, unit vectors). The instructions of a model this "
         "small are noisy: the numbers compare prompts, they do not praise rows."
     )
     return report
@@ -105,10 +105,18 @@ def job(model: Any, sizes: Sizes, seed: int, **options: Any) -> Magpie:
     )
 
 
+def small_model(*, batch_size: int = 128) -> Any:
+    """SmolLM2 in OpenVINO, or, where it cannot be converted (no uv, no network), in transformers, which is slower."""
+    try:
+        return lm.OpenVINOModel.smollm2(batch_size=batch_size)
+    except (FileNotFoundError, RuntimeError):
+        return lm.LocalModel.smollm2(batch_size=batch_size)
+
+
 def run_alone(out: str, sizes: dict[str, int], seed: int) -> None:
     """What the process does that is to be killed."""
     made = Sizes(**sizes)
-    job(lm.OpenVINOModel.smollm2(batch_size=16), made, seed).run(
+    job(small_model(batch_size=16), made, seed).run(
         out, schedule=made.schedule, responses=made.responses, progress=Progress(enabled=False)
     )
 
