@@ -273,6 +273,6 @@ def demo(*, seed: int, progress: Progress) -> Report:
     report.note(
         f"{steps} steps of 8 x 64 bytes of Python sources, 2 layers. u-muP and SP: three seeds; the others one. The paper trains"
         " 8192 steps and more; in so short a run the all-ones default starts with residual branches that are large against"
-        " what training adds, which the sweep of alpha_res repairs. The README has a longer run with three seeds."
+        " what training adds, which the sweep of alpha_res repairs. Longer runs: pytest packages/umup -m slow."
     )
     return report
