@@ -1,7 +1,7 @@
 """What a real small model makes of it: SmolLM2-135M-Instruct as a judge of calls, and as the model of the loop.
 
     python benchmarks/evidence_model.py judge     # 8 minutes on one busy core
-    python benchmarks/evidence_model.py loop      # some minutes
+    python benchmarks/evidence_model.py loop      # 3 minutes
     python benchmarks/evidence_model.py retrieval # BM25 and MiniLM, a minute
 
 judge: the demo's thirteen tools before and after (refined by the demo's scripted roles from real calls). For each held-out request the

@@ -659,7 +659,7 @@ def test_kill_9_at_any_moment_repeats_no_call_of_a_tool_that_may_not_be_repeated
     while True:
         with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as run:
             run.stdout.readline()
-            timer = threading.Timer(moments.uniform(0.02, 0.2) if kills < 4 else 60, run.send_signal, [signal.SIGKILL])
+            timer = threading.Timer(moments.uniform(0.02, 0.2) if kills < 3 else 60, run.send_signal, [signal.SIGKILL])
             timer.start()
             out = run.stdout.read()
             timer.cancel()
