@@ -201,6 +201,13 @@ class AdaptiveWeights(nn.Module):
         """The weights that the running average means; 1 for a cluster that has none yet."""
         return self._table()[:-1]
 
+    def resting(self, device: torch.device) -> Tensor | None:
+        """The running table (the weights and a row of ones), where the batch at hand has no say now; else None."""
+        if self.stats == "frozen" or (self.stats == "ema" and not self.training and not is_collecting()):
+            table = self._table()
+            return table if table.device == device else table.to(device)
+        return None
+
     @torch.no_grad()
     def update(self, statistics: ClusterStatistics) -> None:
         """Move the running average towards these statistics."""
@@ -258,15 +265,15 @@ class AdaptiveWeights(nn.Module):
     def _choose(
         self, hidden: Tensor, prev: Tensor, mask: Tensor | None, statistics: ClusterStatistics | None
     ) -> tuple[Tensor, ClusterStatistics | None]:
-        training = self.training or is_collecting()
-        if self.stats == "frozen" or (self.stats == "ema" and not training):
-            return self._table().to(hidden.device), None
+        resting = self.resting(hidden.device)
+        if resting is not None:
+            return resting, None
         if statistics is None:
             statistics = self.statistics(hidden, valid_labels(prev, mask).to(hidden.device))
         else:
             statistics = ClusterStatistics(*(values.to(hidden.device) for values in statistics))
         table = with_unit_row(self.from_statistics(statistics))
-        if not training:
+        if not (self.training or is_collecting()):
             enough = statistics[0].sum() >= self.min_count
             table = torch.where(enough, table, self._table().to(table))
         return table, statistics

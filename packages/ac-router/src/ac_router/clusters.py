@@ -35,8 +35,8 @@ ProcessGroup: TypeAlias = Any
 
 INTEGERS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
-# Tokens are worked through in blocks of half a megabyte: the temporaries stay in cache and small next to the tokens.
-BLOCK_ELEMENTS = 2**17
+# Tokens are worked through in blocks of a megabyte: the temporaries stay in cache and small next to the tokens.
+BLOCK_ELEMENTS = 2**18
 
 
 class ClusterStatistics(NamedTuple):

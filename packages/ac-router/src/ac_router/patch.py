@@ -424,11 +424,17 @@ class _BeforeRouter:
         before = state.records.get(self.previous)
         if before is None or before.indices is None:
             return None
-        name = "" if args else next(iter(kwargs))
-        hidden = args[0] if args else kwargs[name]
+        hidden = args[0] if args else next(iter(kwargs.values()))
         tokens = hidden if hidden.ndim == 2 else hidden.reshape(-1, hidden.shape[-1])
         adaptive = gate.ac_weights
         assert isinstance(adaptive, AdaptiveWeights)
+        if not torch.is_grad_enabled() and self.complete and not (self.mix or self.from_previous or is_watching()):
+            # Generation, where each token waits for every step below.
+            table = adaptive.resting(tokens.device)
+            if table is not None:
+                rows = before.indices.select(1, 0)
+                rows = rows if rows.device == tokens.device else rows.to(tokens.device)
+                return self._replaced(args, kwargs, scale_by_table(tokens, table, rows))
         record = state.record(self.layer)
         prev = before.indices if self.complete else flatten_assignment(before.indices, (tokens.shape[0],))
         scaling = adaptive.weigh(
@@ -443,9 +449,16 @@ class _BeforeRouter:
         )
         if self.from_previous or is_watching():
             record.pending = (tokens, scaling.weights)
-        scaled = scale_by_table(tokens, scaling.table, scaling.rows)
-        scaled = scaled if hidden.ndim == 2 else scaled.reshape(hidden.shape)
-        return ((scaled, *args[1:]), kwargs) if args else (args, {**kwargs, name: scaled})
+        return self._replaced(args, kwargs, scale_by_table(tokens, scaling.table, scaling.rows))
+
+    @staticmethod
+    def _replaced(args: tuple, kwargs: dict[str, Any], scaled: Tensor) -> tuple[tuple, dict[str, Any]]:
+        """The router's arguments with the scaled tokens in place of the tokens."""
+        if args:
+            hidden = args[0]
+            return (scaled if hidden.ndim == 2 else scaled.reshape(hidden.shape), *args[1:]), kwargs
+        name = next(iter(kwargs))
+        return args, {**kwargs, name: scaled.reshape(kwargs[name].shape)}
 
 
 class _AfterRouter:
